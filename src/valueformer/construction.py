@@ -1,0 +1,165 @@
+"""From theorem to weights: key, query and value matrices with which attention performs kernel TD (PAPER P5, THEORY 1).
+
+| layout     | keys read        | queries read | value matrix                                              |
+|------------|------------------|--------------|-----------------------------------------------------------|
+| pair       | s_j              | s_i          | value <- alpha (reward + gamma other_value - value)       |
+|            | s_j              | s'_i         | other_value <- the same                                   |
+| residual   | s_j              | s_i          | residual <- -alpha residual                               |
+|            | s_j              | s'_i         | residual <- +alpha gamma residual                         |
+| trajectory | s_j              | s_i          | value <- -alpha value                                     |
+|            | s_{j-1}          | s_i          | value <- alpha reward                                     |
+|            | s_{j-1}          | s_i          | value <- alpha gamma value                                |
+| two_group  | s_j of A tokens  | s_i or s'_i  | value <- alpha (reward - value)                           |
+|            | s_j of B tokens  | s_i or s'_i  | value <- alpha gamma value                                |
+
+The paper's two trajectory heads are three here: splitting the target's reward from its bootstrap lets a gate carry terminals
+and per-transition discounts; without them the last two merge. A kernel that is a sum of attention heads repeats the table
+for each of its terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from valueformer.errors import InputError
+from valueformer.kernels import RBF, ExpDot, HeadKernel, Kernel, Softmax
+from valueformer.prompt import CHANNELS, Layout, channel_slices
+from valueformer.solvers import check_gamma
+from valueformer.transformer import AttentionBlock, Head, Transformer
+
+__all__ = ["construct"]
+
+
+@dataclass(frozen=True)
+class _Role:
+    """One row of the table above: the channels a head reads, and its value map {(to, from): coefficient of alpha}."""
+
+    key: str
+    key_gate: str
+    query: str
+    query_gate: str | None
+    value: dict[tuple[str, str], float]
+
+
+def _roles(layout: Layout, gamma: float) -> list[_Role]:
+    if layout == "pair":
+        error = {"reward": 1.0, "other_value": gamma, "value": -1.0}
+        return [
+            _Role("point", "key_gate", "point", None, {("value", c): x for c, x in error.items()}),
+            _Role("point", "key_gate", "other", "next_gate", {("other_value", c): x for c, x in error.items()}),
+        ]
+    if layout == "residual":
+        return [
+            _Role("point", "key_gate", "point", None, {("residual", "residual"): -1.0}),
+            _Role("point", "key_gate", "other", "next_gate", {("residual", "residual"): gamma}),
+        ]
+    if layout == "trajectory":
+        return [
+            _Role("point", "out_gate", "point", None, {("value", "value"): -1.0}),
+            _Role("other", "in_gate", "point", None, {("value", "reward"): 1.0}),
+            _Role("other", "bootstrap_gate", "point", None, {("value", "value"): gamma}),
+        ]
+    return [
+        _Role("point", "state_gate", "other", None, {("value", "reward"): 1.0, ("value", "value"): -1.0}),
+        _Role("point", "next_gate", "other", None, {("value", "value"): gamma}),
+    ]
+
+
+def construct(
+    kernel: Kernel,
+    *,
+    layout: Layout = "pair",
+    gamma: float,
+    step_size: float | Sequence[float],
+    num_layers: int,
+    ridge: float = 0.0,
+    obs_dim: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Transformer:
+    """Return the transformer whose l-th layer is the l-th step of kernel TD from V = 0, with exactly these step sizes.
+
+    ``step_size``: > 0, one number or one per layer; ``ridge`` >= 0 makes the residual stream leak, V(x) -> k_x (G + ridge I)^{-1} r.
+    ``obs_dim`` None: the matrices are built, in the prompt's dtype, for the first prompt that the transformer sees.
+    Raises InputError for arguments out of range and for kernels that no attention head computes.
+    """
+    check_gamma(gamma)
+    if layout not in CHANNELS:
+        raise InputError("layout", " | ".join(CHANNELS), repr(layout))
+    steps = [float(step_size)] * num_layers if isinstance(step_size, (int, float)) else [float(s) for s in step_size]
+    if len(steps) != num_layers or num_layers < 1:
+        raise InputError("step_size", f"{max(num_layers, 1)} numbers, one per layer", str(len(steps)))
+    kernels, roles = kernel.heads(), _roles(layout, gamma)
+
+    def build(width: int, to: torch.dtype) -> list[AttentionBlock]:
+        return [_block(kernels, roles, layout, step, ridge, width).to(to) for step in steps]
+
+    return Transformer(build if obs_dim is None else build(obs_dim, dtype), layout=layout, gamma=gamma)
+
+
+def _block(
+    kernels: list[HeadKernel], roles: list[_Role], layout: Layout, step: float, ridge: float, obs_dim: int
+) -> AttentionBlock:
+    slices = channel_slices(layout, obs_dim)
+    width = slices[CHANNELS[layout][-1]].stop
+    heads, keys, queries, values = [], [], [], []
+    for kernel in kernels:
+        for number, role in enumerate(roles):
+            activation, gated, key, query = _projections(kernel, role, slices, width, obs_dim)
+            value = torch.zeros(width, width, dtype=torch.float64)  # (c to, c from)
+            for (to, source), coefficient in role.value.items():
+                value[slices[to], slices[source]] = step * kernel.coefficient * coefficient
+            heads.append(Head(activation, number, gated))
+            keys.append(key)
+            queries.append(query)
+            values.append(value)
+    residual = torch.eye(width, dtype=torch.float64)
+    for slot in ("value", "other_value", "residual"):
+        if slot in slices:
+            residual[slices[slot], slices[slot]] -= step * ridge
+    if layout == "residual":  # y = r - M a: the rewards leak back in
+        residual[slices["residual"], slices["reward"]] = step * ridge
+    return AttentionBlock(
+        heads, key=torch.stack(keys), query=torch.stack(queries), value=torch.stack(values), residual=residual
+    )
+
+
+def _projections(
+    kernel: HeadKernel, role: _Role, slices: dict[str, slice], width: int, obs_dim: int
+) -> tuple[HeadKernel, bool, Tensor, Tensor]:
+    """Return the activation, whether tokens gate it, and the key and query matrices ``(k, c)``.
+
+    Exponential kernels: exp(<Kz, Qz>) with the norms and gates inside the score. Radial kernels: the score is |x - y|^2.
+    """
+    factor = kernel.factors[0]
+    inner = factor.kernel if isinstance(factor, Softmax) else factor
+    exponential = len(kernel.factors) == 1 and isinstance(inner, (RBF, ExpDot))
+    gated = exponential and not kernel.normalised  # a bias cancels under softmax, where masks do the work
+    d, one = obs_dim, slices["one"]
+    key = torch.zeros(d + 2, width, dtype=torch.float64)
+    query = torch.zeros(d + 2, width, dtype=torch.float64)
+    eye = torch.eye(d, dtype=torch.float64)
+    key[:d, slices[role.key]] = eye
+    query[:d, slices[role.query]] = eye
+    if exponential:
+        key[:d] /= inner.temperature**0.5
+        query[:d] /= inner.temperature**0.5
+        if isinstance(inner, RBF):
+            key[d, slices[f"{role.key}_norm"]] = -0.5 / inner.temperature
+            query[d + 1, slices[f"{role.query}_norm"]] = -0.5 / inner.temperature
+        if gated:
+            key[d, slices[role.key_gate]] = 1.0
+            if role.query_gate is not None:
+                query[d + 1, slices[role.query_gate]] = 1.0
+        key[d + 1, one] = query[d, one] = 1.0
+        activation = ExpDot(1.0)
+        return HeadKernel(1.0, (Softmax(activation) if kernel.normalised else activation,)), gated, key, query
+    if kernel.score == "sqdist":
+        key[:d] *= -2.0
+        key[d, slices[f"{role.key}_norm"]] = query[d + 1, slices[f"{role.query}_norm"]] = 1.0
+        key[d + 1, one] = query[d, one] = 1.0
+    return kernel, gated, key, query
+

@@ -1,0 +1,355 @@
+"""Kernel temporal-difference learning without tokens: the numbers of the transformer's forward pass, computed directly.
+
+With K_ij = kappa(s_i, s_j), K'_ij = kappa(s'_i, s_j) and gamma_i = gamma * discount_i * (1 - terminated_i), one layer is
+
+    a <- (1 - alpha lambda) a + alpha w (r - M a),        M = K - diag(gamma_i) K'
+
+and V(x) = sum_j a_j kappa(x, s_j) (PAPER P4, THEORY sections 1 and 3; w are sample weights, lambda the ridge).
+This module knows neither prompts nor transformers: the tests compare the two as independent programs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from valueformer.errors import InputError
+from valueformer.kernels import Kernel
+from valueformer.transitions import Transitions
+
+__all__ = ["Context", "Solution", "Status", "StepSize", "evaluate_kernel_sum", "fixed_point", "iterate", "solve"]
+
+Status = Literal["converged", "max_layers", "diverged", "singular"]
+StepSize = float | Sequence[float] | Literal["safe", "fast"]
+
+TOLERANCE = 1e-3  # of the rms reward: `converged`
+MAX_LAYERS = 10_000  # num_layers="auto" gives up here
+_POWER_ITERATIONS = 10
+_TILE = 1 << 22  # kernel entries evaluated at a time: intermediates stay in cache instead of tripling peak memory
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What a solver found, and how it went."""
+
+    values: Tensor
+    """``(m,)`` V at the queries; with status ``diverged`` those of the layer with the least residual."""
+    dual_coef: Tensor
+    """``(n,)`` coefficients a: V(x) = sum_j a_j kappa(x, s_j)."""
+    td_error: Tensor
+    """``(L,)`` float64: mean squared TD error on the context after each layer."""
+    status: Status
+    message: str
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    """``step_sizes``: those on the path to ``dual_coef``; ``rewinds``; ``initial_td_error``; ``layers`` run."""
+    trace: Tensor | None = None
+    """``(L, m)`` query values after each layer, if asked for."""
+
+
+class Context:
+    """The kernel matrix of a context, built once: rows are its distinct states, columns the kernel centres s_j.
+
+    In contiguous episodes s'_j is s_{j+1}, so one (n + episodes) x n matrix holds both K and K' and a layer reads it once.
+    """
+
+    def __init__(self, kernel: Kernel, data: Transitions, *, gamma: float, dtype: torch.dtype, device: Any = "cpu") -> None:
+        states, successor = distinct_states(data, gamma)
+        self.kernel = kernel
+        self.discount: Float[Tensor, " n"] = torch.tensor(data.discount(gamma), dtype=dtype, device=device)
+        self.rewards: Float[Tensor, " n"] = torch.tensor(data.rewards, dtype=dtype, device=device)
+        self.weight: Float[Tensor, " n"] | None = None
+        if data.sample_weight is not None:
+            self.weight = torch.tensor(data.sample_weight, dtype=dtype, device=device)
+        self.centres: Float[Tensor, "n d"] = torch.tensor(data.observations, dtype=dtype, device=device)
+        self.successor: Int[Tensor, " n"] = torch.tensor(successor, device=device)
+        _check_memory(len(states), len(data), dtype)
+        rows = torch.tensor(states, dtype=dtype, device=device)
+        self.matrix: Float[Tensor, "u n"] = kernel_matrix(kernel, rows, self.centres)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def apply(self, dual_coef: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Return ``M a``: V(s_i) - gamma_i V(s'_i) for every transition."""
+        values = self.matrix @ dual_coef  # (u,)
+        return values[: len(self)] - self.discount * values[self.successor]
+
+    def apply_transpose(self, y: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Return ``M^T y``."""
+        scattered = y.new_zeros(len(self.matrix))  # (u,)
+        scattered[: len(self)] = y
+        scattered.index_add_(0, self.successor, -self.discount * y)
+        return self.matrix.mT @ scattered
+
+    def lambda_max_bound(self) -> float:
+        """Return a rigorous upper bound on the largest eigenvalue of ``K W`` (W = sample weights).
+
+        Non-negative kernels: Collatz-Wielandt, ``max_i (K v)_i / v_i`` for any v > 0, improved by power iteration; power
+        iteration alone bounds from below (THEORY section 3). Others: the smaller of the largest absolute row sum and the
+        Frobenius norm.
+        """
+        K = self.matrix[: len(self)]  # (n, n)
+        weight = torch.ones_like(self.rewards) if self.weight is None else self.weight
+        if not self.kernel.nonnegative:
+            K = K * weight
+            return min(float(K.abs().sum(1).max()), float(torch.linalg.matrix_norm(K)))
+        v, bound = torch.ones_like(self.rewards), math.inf
+        for _ in range(_POWER_ITERATIONS):
+            image = K @ (weight * v)
+            bound = min(bound, float((image / v).max()))
+            v = (image / image.max().clamp_min(torch.finfo(v.dtype).tiny)).clamp_min(1e-6)
+        return bound
+
+    def sigma_max(self) -> float:
+        """Return an estimate, from below, of the largest singular value of ``W M``, by power iteration on its square."""
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(len(self), generator=generator, dtype=torch.float64).to(self.rewards)
+        weight = 1.0 if self.weight is None else self.weight
+        sigma = 0.0
+        for _ in range(_POWER_ITERATIONS):
+            v = v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(v.dtype).tiny)
+            image = weight * self.apply(v)
+            sigma = float(torch.linalg.vector_norm(image))
+            v = self.apply_transpose(weight * image)
+        return sigma
+
+    def choose_step(self, rule: Literal["safe", "fast"], ridge: float) -> float:
+        """Return the step size that the context's own operator allows.
+
+        ``"safe"``: 1 / (1.05 (lambda_max(K) + ridge)), THEORY's lemma. ``"fast"``: 1 / (sigma_max(M) + ridge), longer on-policy
+        because the slow mode of M is about (1 - gamma) lambda_max(K); not covered by the lemma, so use the guard.
+        """
+        if rule == "safe":
+            norm = 1.05 * (self.lambda_max_bound() + ridge)
+        elif rule == "fast":
+            norm = self.sigma_max() + ridge
+        else:
+            raise InputError("step_size", "'safe', 'fast', a number or a sequence of numbers", repr(rule))
+        return 1.0 / norm if norm > 0 else 1.0  # a zero operator (constant states, linear kernel) moves nothing
+
+
+def distinct_states(data: Transitions, gamma: float) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the context's states ``(u, d)`` and the index ``(n,)`` of each successor among them.
+
+    The first n are the s_j; a successor is stored only if it is read (discount > 0) and differs from the next row's state.
+    """
+    n = len(data)
+    successor = np.arange(n)
+    follows = np.zeros(n, bool)
+    follows[:-1] = (data.next_observations[:-1] == data.observations[1:]).all(axis=1)
+    read = data.discount(gamma) > 0
+    successor[read & follows] += 1
+    extra = np.flatnonzero(read & ~follows)
+    successor[extra] = n + np.arange(len(extra))
+    return np.concatenate([data.observations, data.next_observations[extra]]), successor
+
+
+def kernel_matrix(
+    kernel: Kernel, queries: Float[Tensor, "m d"], centres: Float[Tensor, "n d"]
+) -> Float[Tensor, "m n"]:
+    """Return ``kernel(queries, centres)``, built in row tiles into one buffer."""
+    matrix = queries.new_empty(len(queries), len(centres))
+    tile = max(1, _TILE // max(len(centres), 1))
+    for start in range(0, len(queries), tile):
+        matrix[start : start + tile] = kernel(queries[start : start + tile], centres)
+    return matrix
+
+
+def evaluate_kernel_sum(
+    kernel: Kernel,
+    queries: Float[Tensor, "m d"],
+    centres: Float[Tensor, "n d"],
+    dual_coef: Float[Tensor, "n *columns"],
+    chunk: int | None = None,
+) -> Float[Tensor, "m *columns"]:
+    """Return ``sum_j a_j kappa(x, s_j)`` at the queries, in chunks so that memory stays bounded."""
+    chunk = chunk or max(1, _TILE // max(len(centres), 1))
+    parts = [kernel(queries[i : i + chunk], centres) @ dual_coef for i in range(0, len(queries), chunk)]
+    return torch.cat(parts) if parts else dual_coef.new_zeros((0, *dual_coef.shape[1:]))
+
+
+def iterate(
+    context: Context,
+    *,
+    step_size: StepSize,
+    num_layers: int | Literal["auto"],
+    ridge: float = 0.0,
+    guard: bool = False,
+    record: bool = False,
+) -> tuple[Solution, Tensor | None]:
+    """Run kernel TD from V = 0 and return the solution (without query values) and, if asked, ``(L, n)`` coefficients.
+
+    The guard (THEORY section 7.3): when the residual of the linear system exceeds twice the best so far, or stops being finite,
+    go back to the best iterate and halve the step. A layer spent that way counts. ``num_layers="auto"``: until converged.
+    """
+    steps = _steps(context, step_size, num_layers, ridge)
+    r, weight = context.rewards, context.weight
+    a, td = torch.zeros_like(r), r
+    pull = td if weight is None else weight * td  # (n,) the residual of the system that the iteration solves
+    initial = best_size = _mean_square(pull)
+    best, best_length, shrink, rewinds = (a, td, pull), 0, 1.0, 0
+    path: list[float] = []
+    errors: list[float] = []
+    history: list[Tensor] = []
+    reached, limit, layer = False, TOLERANCE**2 * initial, 0
+    for layer, step in enumerate(steps, 1):
+        step *= shrink
+        change = step * pull
+        a = a + change
+        path.append(step)
+        td = r - context.apply(a)
+        pull = td if weight is None else weight * td
+        pull = pull - ridge * a if ridge else pull
+        size = _mean_square(pull)
+        if guard and not size <= 4.0 * best_size:
+            a, td, pull = best
+            del path[best_length:]
+            shrink, rewinds, size = shrink / 2.0, rewinds + 1, best_size
+        elif size < best_size:
+            best, best_size, best_length = (a, td, pull), size, len(path)
+        errors.append(_mean_square(td))
+        if record:
+            history.append(a)
+        noise = 8.0 * torch.finfo(a.dtype).eps * float(a.abs().max())
+        reached = size <= limit or float(change.abs().max()) <= noise
+        if reached and num_layers == "auto":
+            break
+    final = _mean_square(pull)
+    failed = not final <= initial
+    if failed:
+        a, td, pull = best
+        del path[best_length:]
+    status: Status = "converged" if reached and not failed else "max_layers"
+    message = ""
+    if status == "max_layers":
+        message = f"TD error after {layer} layers is {_ratio(final, initial):.2g} of its start"
+    if failed and not guard:
+        status = "diverged"
+        message = (
+            f"the residual grew to {_ratio(final, initial):.2g} times its start; the best layer ({best_length}) is returned: "
+            "use step_size='fast' or 'safe', a ridge, or a smaller gamma"
+        )
+    elif failed:
+        message = f"no step improved on layer {best_length}, which is returned; a ridge or a smaller gamma may help"
+    stats = {
+        "step_sizes": path,
+        "rewinds": rewinds,
+        "layers": layer,
+        "initial_td_error": _mean_square(r),
+    }
+    solution = Solution(a.new_zeros(0), a, torch.tensor(errors, dtype=torch.float64), status, message, stats)
+    return solution, torch.stack(history) if record else None
+
+
+def fixed_point(context: Context, *, ridge: float = 0.0) -> Solution:
+    """Return kernel LSTD, ``a = (W M + ridge I)^{-1} W r``: the limit of infinitely many layers (THEORY section 3).
+
+    Status ``singular`` where the system has no unique solution to working precision (duplicated states without ridge);
+    the coefficients are then those of least norm.
+    """
+    n = len(context)
+    values = context.matrix.double()  # (u, n)
+    system = values[:n] - context.discount.double()[:, None] * values[context.successor]  # (n, n)
+    target = context.rewards.double()
+    if context.weight is not None:
+        system, target = context.weight.double()[:, None] * system, context.weight.double() * target
+    system = system + ridge * torch.eye(n, dtype=system.dtype, device=system.device)
+    a, info = torch.linalg.solve_ex(system, target)
+    error = float(torch.linalg.vector_norm(system @ a - target))
+    status: Status = "converged"
+    message = ""
+    # A huge solution of a small system is rounding amplified: the matrix is singular to working precision.
+    amplified = float(a.abs().max()) * float(system.abs().max()) > 1e12 * float(target.abs().max())
+    if int(info) or not error <= 1e-6 * float(torch.linalg.vector_norm(target)) or amplified:
+        a = torch.linalg.lstsq(system.cpu(), target.cpu()[:, None], rcond=1e-12, driver="gelsd").solution[:, 0].to(target)
+        status = "singular"
+        message = "the context's TD system is singular; least-norm coefficients are returned: use a ridge such as 1e-3"
+    td = context.rewards.double() - context.apply(a.to(context.rewards)).double()
+    stats = {"step_sizes": [], "rewinds": 0, "layers": 0, "initial_td_error": _mean_square(context.rewards)}
+    errors = torch.tensor([_mean_square(td)], dtype=torch.float64)
+    return Solution(a.new_zeros(0).to(context.rewards), a.to(context.rewards), errors, status, message, stats)
+
+
+def solve(
+    kernel: Kernel,
+    data: Transitions,
+    queries: NDArray[Any] | None = None,
+    *,
+    gamma: float,
+    step_size: StepSize,
+    num_layers: int | Literal["auto"],
+    ridge: float = 0.0,
+    guard: bool = False,
+    record: bool = False,
+    dtype: torch.dtype | None = None,
+    device: Any = "cpu",
+) -> Solution:
+    """Run kernel TD from V = 0 on a context, without tokens, and evaluate V of the behaviour policy at the queries.
+
+    ``queries``: ``(m, d)``; None: none. ``gamma`` in [0, 1], ``ridge`` >= 0, ``num_layers`` >= 1 or ``"auto"``. ``record`` keeps
+    every layer's query values in ``trace``. ``dtype`` defaults to the observations'. States are taken as they are: scale and
+    centre them first. Raises InputError for arguments out of range.
+    """
+    check_gamma(gamma)
+    dtype = dtype or getattr(torch, str(data.observations.dtype))
+    context = Context(kernel, data, gamma=gamma, dtype=dtype, device=device)
+    solution, history = iterate(
+        context, step_size=step_size, num_layers=num_layers, ridge=ridge, guard=guard, record=record
+    )
+    points = data.observations[:0] if queries is None else queries
+    rows = torch.tensor(points, dtype=dtype, device=device)
+    values = evaluate_kernel_sum(kernel, rows, context.centres, solution.dual_coef)
+    trace = None if history is None else evaluate_kernel_sum(kernel, rows, context.centres, history.mT).mT
+    return Solution(values, solution.dual_coef, solution.td_error, solution.status, solution.message, solution.stats, trace)
+
+
+def check_gamma(gamma: float) -> None:
+    """Raise InputError unless gamma lies in [0, 1]."""
+    if not 0.0 <= gamma <= 1.0:
+        raise InputError("gamma", "a number in [0, 1]", str(gamma), "0.99 looks about 100 steps ahead, 0.9 about 10")
+
+
+def _steps(context: Context, step_size: StepSize, num_layers: int | Literal["auto"], ridge: float) -> Sequence[float]:
+    if not (math.isfinite(ridge) and ridge >= 0):
+        raise InputError("ridge", "a finite number >= 0", str(ridge))
+    if num_layers != "auto" and (not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1):
+        raise InputError("num_layers", "a whole number >= 1 or 'auto'", repr(num_layers))
+    count = MAX_LAYERS if num_layers == "auto" else num_layers
+    if isinstance(step_size, str):
+        step_size = context.choose_step(step_size, ridge)
+    steps = [float(step_size)] * count if isinstance(step_size, (int, float)) else [float(step) for step in step_size]
+    if len(steps) != count and num_layers != "auto":
+        raise InputError("step_size", f"{count} numbers, one per layer", str(len(steps)))
+    if not all(math.isfinite(step) and step > 0 for step in steps):
+        raise InputError("step_size", "finite numbers > 0", str(step_size))
+    return steps
+
+
+def _mean_square(x: Tensor) -> float:
+    return float(x.double().square().mean())
+
+
+def _ratio(a: float, b: float) -> float:
+    return math.sqrt(a / b) if b > 0 else 0.0
+
+
+def _check_memory(rows: int, columns: int, dtype: torch.dtype) -> None:
+    needed = rows * columns * torch.empty((), dtype=dtype).element_size()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if needed > 0.8 * total:
+        fits = int(math.sqrt(0.8 * total / needed) * columns)
+        raise InputError(
+            "context",
+            f"at most about {fits} transitions, whose kernel matrix fits into memory",
+            f"{columns} ({needed / 1e9:.1f} GB)",
+            "pass fewer, for example every k-th episode",
+        )

@@ -1,0 +1,145 @@
+"""The attention block and the stack: one forward pass for weights of every origin, constructed or trained.
+
+    Z <- Z R^T + sum_h diag(mq_h) A_h diag(mk_h) Z V_h^T,      A_h[i, j] = h(<Q_h z_i, K_h z_j>)
+
+Rows of Z are tokens, i the query and j the key; no layer normalisation, no MLP (THEORY section 1). R is the residual
+stream, the identity unless it leaks (ridge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from valueformer.errors import InputError
+from valueformer.kernels import HeadKernel
+from valueformer.kernels.families import ROUNDING_ERRORS
+from valueformer.prompt import Layout, Prompt
+
+__all__ = ["AttentionBlock", "Head", "Transformer", "TransformerOutput"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a head does with its scores: the activation, the role whose masks it obeys, and whether tokens gate it."""
+
+    kernel: HeadKernel
+    role: int
+    gated: bool
+    """True: gates are channels that the score already contains (exponential heads). False: masks."""
+
+
+class AttentionBlock(nn.Module):
+    """One layer of attention, one step of kernel TD when its matrices are constructed.
+
+    ``key``, ``query``: ``(heads, k, c)``; ``value``: ``(heads, c, c)``; ``residual``: ``(c, c)``. Tensors become buffers (frozen),
+    parameters stay parameters.
+    """
+
+    key: Tensor
+    query: Tensor
+    value: Tensor
+    residual: Tensor
+
+    def __init__(self, heads: Sequence[Head], *, key: Tensor, query: Tensor, value: Tensor, residual: Tensor) -> None:
+        super().__init__()
+        self.heads = tuple(heads)
+        for name, matrix in (("key", key), ("query", query), ("value", value), ("residual", residual)):
+            if isinstance(matrix, nn.Parameter):
+                self.register_parameter(name, matrix)
+            else:
+                self.register_buffer(name, matrix)
+
+    def forward(self, tokens: Float[Tensor, "*batch t c"], prompt: Prompt) -> Float[Tensor, "*batch t c"]:
+        """Return the next layer's tokens; ``prompt`` supplies the masks."""
+        stream = tokens @ self.residual.mT
+        for h in range(len(self.heads)):
+            attention = self.attention(h, tokens, prompt)  # (..., t queries, t keys)
+            stream = stream + attention @ (tokens @ self.value[h].mT)
+        return stream
+
+    def attention(self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: Prompt) -> Float[Tensor, "*batch t t"]:
+        """Return head h's attention matrix, queries by keys."""
+        head = self.heads[h]
+        queries = tokens @ self.query[h].mT  # (..., t, k)
+        keys = tokens @ self.key[h].mT  # (..., t, k)
+        score = queries @ keys.mT  # (..., t, t)
+        if head.kernel.score == "sqdist":
+            score = _nonnegative(score, queries, keys, flush=head.kernel.has_kink)
+        if head.gated:
+            return head.kernel.activation(score)
+        key_mask = prompt.key_mask[..., head.role, None, :]  # (..., 1, t)
+        if head.kernel.normalised:
+            logits = head.kernel.factors[0].log_activation(score)
+            weights = torch.softmax(logits.masked_fill(~key_mask, -torch.inf), dim=-1)
+        else:
+            weights = head.kernel.activation(score).masked_fill(~key_mask, 0.0)
+        return weights * prompt.key_weight[..., head.role, None, :] * prompt.query_weight[..., head.role, :, None]
+
+
+def _nonnegative(score: Tensor, queries: Tensor, keys: Tensor, flush: bool) -> Tensor:
+    """Clamp squared distances at zero; where a kink amplifies it, flush what is within its own rounding error."""
+    if flush:
+        norms = torch.linalg.vector_norm(queries, dim=-1)[..., :, None] * torch.linalg.vector_norm(keys, dim=-1)[..., None, :]
+        score = score.masked_fill(score <= ROUNDING_ERRORS * torch.finfo(score.dtype).eps * norms, 0.0)
+    return score.clamp_min(0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class TransformerOutput:
+    """What a forward pass read and how it got there."""
+
+    query_values: Tensor
+    """``(..., m)`` V at the queries after the last layer."""
+    trace: Tensor
+    """``(L, ..., m)`` V at the queries after each layer."""
+    td_error: Tensor
+    """``(L, ...)`` mean squared TD error on the context after each layer."""
+    tokens: Tensor
+    """``(..., t, c)`` the last layer's tokens."""
+
+
+class Transformer(nn.Module):
+    """A stack of attention blocks that evaluates the policy behind a context, in one forward pass.
+
+    ``layers``: blocks, or a function of (obs_dim, dtype) that makes them for the first prompt seen.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionBlock] | Callable[[int, torch.dtype], Sequence[AttentionBlock]],
+        *,
+        layout: Layout,
+        gamma: float,
+    ) -> None:
+        super().__init__()
+        self.layout: Layout = layout
+        self.gamma = gamma
+        self._build = layers if callable(layers) else None
+        self.layers = nn.ModuleList([] if callable(layers) else layers)
+
+    def forward(self, prompt: Prompt) -> TransformerOutput:
+        """Run all layers on a prompt. Raises InputError if the prompt's layout, width or dtype is another one."""
+        if not len(self.layers) and self._build is not None:
+            built = self._build(prompt.obs_dim, prompt.tokens.dtype)
+            self.layers.extend(block.to(prompt.tokens.device) for block in built)
+        self._check(prompt)
+        tokens, trace, errors = prompt.tokens, [], []
+        for block in self.layers:
+            tokens = block(tokens, prompt)
+            trace.append(prompt.query_values(tokens))
+            errors.append(prompt.td_errors(tokens, self.gamma).double().square().sum(-1) / prompt.context_length)
+        return TransformerOutput(trace[-1], torch.stack(trace), torch.stack(errors), tokens)
+
+    def _check(self, prompt: Prompt) -> None:
+        if prompt.layout != self.layout:
+            raise InputError("prompt.layout", repr(self.layout), repr(prompt.layout), "build both with one layout")
+        residual = next(iter(self.layers)).residual
+        if prompt.tokens.shape[-1] != residual.shape[-1]:
+            raise InputError("prompt.tokens", f"{residual.shape[-1]} channels", str(prompt.tokens.shape[-1]), "same obs_dim")
+        if prompt.tokens.dtype != residual.dtype:
+            raise InputError("prompt.tokens", str(residual.dtype), str(prompt.tokens.dtype), "call transformer.to(dtype)")
