@@ -66,9 +66,7 @@ def kernel_td(
         delta = sample_weight * td()
         v = np.array([(1 - step * ridge) * v[i] + step * float(on_state[i] @ delta) for i in range(n)])
         v_next = np.array([(1 - step * ridge) * v_next[i] + step * float(on_next[i] @ delta) for i in range(n)])
-        v_query = np.array(
-            [(1 - step * ridge) * v_query[q] + step * float(on_query[q] @ delta) for q in range(len(queries))]
-        )
+        v_query = np.array([(1 - step * ridge) * v_query[q] + step * float(on_query[q] @ delta) for q in range(len(queries))])
         values.append(v_query)
         errors.append(td())
     return np.array(values), np.array(errors)

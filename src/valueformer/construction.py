@@ -82,7 +82,8 @@ def construct(
 ) -> Transformer:
     """Return the transformer whose l-th layer is the l-th step of kernel TD from V = 0, with exactly these step sizes.
 
-    ``step_size``: > 0, one number or one per layer; ``ridge`` >= 0 makes the residual stream leak, V(x) -> k_x (G + ridge I)^{-1} r.
+    ``step_size``: > 0, one number or one per layer; ``ridge`` >= 0 makes the residual stream leak.
+    In the limit V(x) = k_x (G + ridge I)^{-1} r (THEORY section 3).
     ``obs_dim`` None: the matrices are built, in the prompt's dtype, for the first prompt that the transformer sees.
     Raises InputError for arguments out of range and for kernels that no attention head computes.
     """
@@ -134,32 +135,27 @@ def _projections(
 
     Exponential kernels: exp(<Kz, Qz>) with the norms and gates inside the score. Radial kernels: the score is |x - y|^2.
     """
-    factor = kernel.factors[0]
-    inner = factor.kernel if isinstance(factor, Softmax) else factor
-    exponential = len(kernel.factors) == 1 and isinstance(inner, (RBF, ExpDot))
-    gated = exponential and not kernel.normalised  # a bias cancels under softmax, where masks do the work
     d, one = obs_dim, slices["one"]
     key = torch.zeros(d + 2, width, dtype=torch.float64)
     query = torch.zeros(d + 2, width, dtype=torch.float64)
-    eye = torch.eye(d, dtype=torch.float64)
-    key[:d, slices[role.key]] = eye
-    query[:d, slices[role.query]] = eye
-    if exponential:
-        key[:d] /= inner.temperature**0.5
-        query[:d] /= inner.temperature**0.5
-        if isinstance(inner, RBF):
-            key[d, slices[f"{role.key}_norm"]] = -0.5 / inner.temperature
-            query[d + 1, slices[f"{role.query}_norm"]] = -0.5 / inner.temperature
-        if gated:
-            key[d, slices[role.key_gate]] = 1.0
-            if role.query_gate is not None:
-                query[d + 1, slices[role.query_gate]] = 1.0
-        key[d + 1, one] = query[d, one] = 1.0
-        activation = ExpDot(1.0)
-        return HeadKernel(1.0, (Softmax(activation) if kernel.normalised else activation,)), gated, key, query
-    if kernel.score == "sqdist":
-        key[:d] *= -2.0
-        key[d, slices[f"{role.key}_norm"]] = query[d + 1, slices[f"{role.query}_norm"]] = 1.0
-        key[d + 1, one] = query[d, one] = 1.0
-    return kernel, gated, key, query
-
+    key[:d, slices[role.key]] = query[:d, slices[role.query]] = torch.eye(d, dtype=torch.float64)
+    factor = kernel.factors[0]
+    inner = factor.kernel if isinstance(factor, Softmax) else factor
+    if len(kernel.factors) > 1 or not isinstance(inner, (RBF, ExpDot)):
+        if kernel.score == "sqdist":  # |x|^2 - 2 <x, y> + |y|^2
+            key[:d] *= -2.0
+            key[d, slices[f"{role.key}_norm"]] = query[d + 1, slices[f"{role.query}_norm"]] = 1.0
+            key[d + 1, one] = query[d, one] = 1.0
+        return kernel, False, key, query
+    key[d + 1, one] = query[d, one] = 1.0
+    key[:d] /= inner.temperature**0.5
+    query[:d] /= inner.temperature**0.5
+    if isinstance(inner, RBF):
+        key[d, slices[f"{role.key}_norm"]] = -0.5 / inner.temperature
+        query[d + 1, slices[f"{role.query}_norm"]] = -0.5 / inner.temperature
+    if kernel.normalised:  # a bias on the query cancels under softmax: masks do the work
+        return HeadKernel(1.0, (Softmax(ExpDot(1.0)),)), False, key, query
+    key[d, slices[role.key_gate]] = 1.0
+    if role.query_gate is not None:
+        query[d + 1, slices[role.query_gate]] = 1.0
+    return HeadKernel(1.0, (ExpDot(1.0),)), True, key, query

@@ -97,9 +97,9 @@ class Prompt:
         tokens = np.zeros((rows.length, slices[CHANNELS[layout][-1]].stop))
         for name, value in rows.channels.items():
             tokens[:, slices[name]] = value if value.ndim == 2 else value[:, None]
-        dtype = dtype or getattr(torch, str(data.observations.dtype))
+        number = dtype or getattr(torch, str(data.observations.dtype))
 
-        def tensor(array: NDArray[Any], to: torch.dtype = dtype) -> Tensor:
+        def tensor(array: NDArray[Any], to: torch.dtype = number) -> Tensor:
             return torch.tensor(array, dtype=to, device=device)
 
         return cls(
@@ -278,7 +278,12 @@ def _trajectory_rows(data: Transitions, queries: NDArray[Any], gate_queries: boo
     has_next, has_previous = np.zeros(t + m, bool), np.zeros(t + m, bool)
     has_next[state_token], has_previous[incoming] = True, True
     channels = _points(np.concatenate([*states, queries]), np.concatenate([*previous, np.zeros_like(queries)]))
-    channels |= {"out_gate": _log(leaving), "in_gate": _log(arriving), "bootstrap_gate": _log(bootstrap), "reward": reward}
+    channels |= {
+        "out_gate": _log(leaving),
+        "in_gate": _log(arriving),
+        "bootstrap_gate": _log(bootstrap),
+        "reward": reward,
+    }
     masks = [has_next, has_previous, has_previous]
     return _Rows(channels, masks, [leaving, arriving, bootstrap], [np.ones(t + m)] * 3, state_token, state_token + 1)
 
@@ -294,7 +299,11 @@ def _two_group_rows(data: Transitions, queries: NDArray[Any], gate_queries: bool
     point = np.concatenate([data.observations, data.observations, queries])
     other = np.concatenate([data.observations, data.next_observations, queries])
     reward = np.concatenate([data.rewards, none, query_zeros])
-    channels = _points(point, other) | {"state_gate": _log(state_weight), "next_gate": _log(next_weight), "reward": reward}
+    channels = _points(point, other) | {
+        "state_gate": _log(state_weight),
+        "next_gate": _log(next_weight),
+        "reward": reward,
+    }
     position = np.arange(2 * n + m)
     masks = [position < n, (position >= n) & (position < 2 * n)]
     every = [np.ones(2 * n + m)] * 2

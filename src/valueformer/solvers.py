@@ -153,9 +153,7 @@ def distinct_states(data: Transitions, gamma: float) -> tuple[NDArray[Any], NDAr
     return np.concatenate([data.observations, data.next_observations[extra]]), successor
 
 
-def kernel_matrix(
-    kernel: Kernel, queries: Float[Tensor, "m d"], centres: Float[Tensor, "n d"]
-) -> Float[Tensor, "m n"]:
+def kernel_matrix(kernel: Kernel, queries: Float[Tensor, "m d"], centres: Float[Tensor, "n d"]) -> Float[Tensor, "m n"]:
     """Return ``kernel(queries, centres)``, built in row tiles into one buffer."""
     matrix = queries.new_empty(len(queries), len(centres))
     tile = max(1, _TILE // max(len(centres), 1))
@@ -168,9 +166,9 @@ def evaluate_kernel_sum(
     kernel: Kernel,
     queries: Float[Tensor, "m d"],
     centres: Float[Tensor, "n d"],
-    dual_coef: Float[Tensor, "n *columns"],
+    dual_coef: Float[Tensor, "n ..."],
     chunk: int | None = None,
-) -> Float[Tensor, "m *columns"]:
+) -> Float[Tensor, "m ..."]:
     """Return ``sum_j a_j kappa(x, s_j)`` at the queries, in chunks so that memory stays bounded."""
     chunk = chunk or max(1, _TILE // max(len(centres), 1))
     parts = [kernel(queries[i : i + chunk], centres) @ dual_coef for i in range(0, len(queries), chunk)]
@@ -201,7 +199,7 @@ def iterate(
     errors: list[float] = []
     history: list[Tensor] = []
     reached, limit, layer = False, TOLERANCE**2 * initial, 0
-    for layer, step in enumerate(steps, 1):
+    for layer, step in enumerate(steps, 1):  # noqa: B007
         step *= shrink
         change = step * pull
         a = a + change
@@ -295,18 +293,16 @@ def solve(
 ) -> Solution:
     """Run kernel TD from V = 0 on a context, without tokens, and evaluate V of the behaviour policy at the queries.
 
-    ``queries``: ``(m, d)``; None: none. ``gamma`` in [0, 1], ``ridge`` >= 0, ``num_layers`` >= 1 or ``"auto"``. ``record`` keeps
-    every layer's query values in ``trace``. ``dtype`` defaults to the observations'. States are taken as they are: scale and
-    centre them first. Raises InputError for arguments out of range.
+    ``queries``: ``(m, d)``; None: none. ``gamma`` in [0, 1], ``ridge`` >= 0, ``num_layers`` >= 1 or ``"auto"``. With ``record``
+    every layer's query values are kept in ``trace``. ``dtype`` defaults to the observations'. States are taken as they are:
+    scale and centre them first. Raises InputError for arguments out of range.
     """
     check_gamma(gamma)
-    dtype = dtype or getattr(torch, str(data.observations.dtype))
-    context = Context(kernel, data, gamma=gamma, dtype=dtype, device=device)
-    solution, history = iterate(
-        context, step_size=step_size, num_layers=num_layers, ridge=ridge, guard=guard, record=record
-    )
+    number = dtype or getattr(torch, str(data.observations.dtype))
+    context = Context(kernel, data, gamma=gamma, dtype=number, device=device)
+    solution, history = iterate(context, step_size=step_size, num_layers=num_layers, ridge=ridge, guard=guard, record=record)
     points = data.observations[:0] if queries is None else queries
-    rows = torch.tensor(points, dtype=dtype, device=device)
+    rows = torch.tensor(points, dtype=number, device=device)
     values = evaluate_kernel_sum(kernel, rows, context.centres, solution.dual_coef)
     trace = None if history is None else evaluate_kernel_sum(kernel, rows, context.centres, history.mT).mT
     return Solution(values, solution.dual_coef, solution.td_error, solution.status, solution.message, solution.stats, trace)

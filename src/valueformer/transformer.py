@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -36,8 +37,8 @@ class Head:
 class AttentionBlock(nn.Module):
     """One layer of attention, one step of kernel TD when its matrices are constructed.
 
-    ``key``, ``query``: ``(heads, k, c)``; ``value``: ``(heads, c, c)``; ``residual``: ``(c, c)``. Tensors become buffers (frozen),
-    parameters stay parameters.
+    ``key``, ``query``: ``(heads, k, c)``; ``value``: ``(heads, c, c)``; ``residual``: ``(c, c)``. Tensors become buffers
+    (frozen), parameters stay parameters.
     """
 
     key: Tensor
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
         self.layout: Layout = layout
         self.gamma = gamma
         self._build = layers if callable(layers) else None
-        self.layers = nn.ModuleList([] if callable(layers) else layers)
+        self.layers = nn.ModuleList([] if callable(layers) else layers)  # of AttentionBlock
 
     def forward(self, prompt: Prompt) -> TransformerOutput:
         """Run all layers on a prompt. Raises InputError if the prompt's layout, width or dtype is another one."""
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
     def _check(self, prompt: Prompt) -> None:
         if prompt.layout != self.layout:
             raise InputError("prompt.layout", repr(self.layout), repr(prompt.layout), "build both with one layout")
-        residual = next(iter(self.layers)).residual
+        residual = cast(AttentionBlock, self.layers[0]).residual
         if prompt.tokens.shape[-1] != residual.shape[-1]:
             raise InputError("prompt.tokens", f"{residual.shape[-1]} channels", str(prompt.tokens.shape[-1]), "same obs_dim")
         if prompt.tokens.dtype != residual.dtype:

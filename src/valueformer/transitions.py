@@ -96,7 +96,8 @@ class Transitions:
       its value, estimated from its next observation.
     - ``actions``, ``next_actions``: ``(n, a)`` or ``(n,)``, optional; next actions are the target policy's at s'.
     - ``discounts``: ``(n,)`` in [0, 1], multiply gamma per transition; None = 1.
-    - ``episode_ids``: ``(n,)`` integers or strings. None: an episode ends after each terminated or truncated row, and nowhere else.
+    - ``episode_ids``: ``(n,)`` integers or strings. None: an episode ends after each terminated or truncated row,
+      and nowhere else.
     - ``steps``: ``(n,)`` integers, increasing inside an episode; None: counted from 0.
     - ``sample_weight``: ``(n,)`` finite and >= 0; None = 1.
 
@@ -130,7 +131,9 @@ class Transitions:
         truncated = np.zeros(n, bool) if self.truncated is None else fields.flags("truncated", self.truncated)
         set_("truncated", fields.length("truncated", truncated, n))
 
-        observations = fields.finite("observations", fields.length("observations", fields.matrix("observations", self.observations), n))
+        observations = fields.finite(
+            "observations", fields.length("observations", fields.matrix("observations", self.observations), n)
+        )
         successors = fields.length("next_observations", fields.matrix("next_observations", self.next_observations), n)
         if successors.shape[1] != observations.shape[1]:
             raise InputError(
@@ -151,7 +154,9 @@ class Transitions:
             fields.within("discounts", discounts, 0.0, 1.0)
             set_("discounts", discounts)
         if self.sample_weight is not None:
-            weight = fields.finite("sample_weight", fields.length("sample_weight", fields.vector("sample_weight", self.sample_weight), n))
+            weight = fields.finite(
+                "sample_weight", fields.length("sample_weight", fields.vector("sample_weight", self.sample_weight), n)
+            )
             fields.within("sample_weight", weight, 0.0, np.inf)
             set_("sample_weight", weight)
         self._set_episodes(n, set_)
@@ -199,7 +204,10 @@ class Transitions:
         if len(backwards):
             row = int(np.arange(len(ends))[rows][backwards[0] + 1])
             raise InputError(
-                "steps", f"increasing numbers inside episode {name!r}", f"no increase at row {row}", "sort rows by episode, step"
+                "steps",
+                f"increasing numbers inside episode {name!r}",
+                f"no increase at row {row}",
+                "sort rows by episode, step",
             )
 
     # -- shape ------------------------------------------------------------------------------------------------------------
@@ -329,9 +337,7 @@ class Transitions:
                 "treated as cut off (bootstrapped); set terminated or truncated on their last row",
             )
         continued = np.flatnonzero(self.follower >= 0)
-        mismatch = continued[
-            (self.next_observations[continued] != self.observations[self.follower[continued]]).any(axis=1)
-        ]
+        mismatch = continued[(self.next_observations[continued] != self.observations[self.follower[continued]]).any(axis=1)]
         if len(mismatch):
             yield Problem(
                 "next observation differs from the following row's observation",

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from valueformer.errors import InputError
+
 if TYPE_CHECKING:
     from valueformer.kernels.families import AttentionKernel
 
@@ -25,9 +27,7 @@ class Kernel(ABC):
     """A similarity of two points, evaluated on all pairs of two point sets."""
 
     @abstractmethod
-    def __call__(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def __call__(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         """Return ``kappa(queries[i], keys[j])`` for every pair; leading dimensions are batches."""
 
     @property
@@ -42,7 +42,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def heads(self) -> list[HeadKernel]:
-        """Return the attention heads whose weighted sum is this kernel; raise ValueError where there are none."""
+        """Return the attention heads whose weighted sum is this kernel; raise InputError where there are none."""
 
     def __add__(self, other: Kernel) -> Sum:
         return Sum((self, other))
@@ -95,9 +95,7 @@ class Scale(Kernel):
     def __post_init__(self) -> None:
         check_positive(self, factor=self.factor)
 
-    def __call__(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def __call__(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         return self.factor * self.kernel(queries, keys)
 
     @property
@@ -121,9 +119,7 @@ class Sum(Kernel):
     def __post_init__(self) -> None:
         _check_operands(self, self.terms)
 
-    def __call__(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def __call__(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         return functools.reduce(torch.add, (term(queries, keys) for term in self.terms))
 
     @property
@@ -147,9 +143,7 @@ class Product(Kernel):
     def __post_init__(self) -> None:
         _check_operands(self, self.factors)
 
-    def __call__(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def __call__(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         return functools.reduce(torch.mul, (factor(queries, keys) for factor in self.factors))
 
     @property
@@ -166,9 +160,11 @@ class Product(Kernel):
         for combination in itertools.product(*(factor.heads() for factor in self.factors)):
             factors = tuple(kernel for head in combination for kernel in head.factors)
             if len({kernel.score for kernel in factors}) > 1 or any(kernel.normalised for kernel in factors):
-                raise ValueError(
-                    f"kernel: no single attention head computes the product {self}: its factors must all be functions of "
-                    "the distance, or all of the inner product, and none a Softmax; the solver (layout='fast') can use it"
+                raise InputError(
+                    "kernel",
+                    "products whose factors are all functions of the distance, or all of the inner product, and no Softmax",
+                    str(self),
+                    "no attention head computes it, but the solver (layout='fast') does",
                 )
             heads.append(HeadKernel(math.prod(head.coefficient for head in combination), factors))
         return heads
@@ -176,13 +172,14 @@ class Product(Kernel):
 
 def _check_operands(kernel: Kernel, operands: Sequence[Any]) -> None:
     if not operands or not all(isinstance(operand, Kernel) for operand in operands):
-        raise ValueError(f"{type(kernel).__name__}: expected at least one kernel, and kernels only, got {operands}")
+        raise InputError(type(kernel).__name__, "at least one kernel, and kernels only", str(operands))
 
 
 def check_positive(kernel: Kernel, **values: float) -> None:
+    """Raise InputError unless all values are finite and > 0."""
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{type(kernel).__name__}.{name}: expected a finite number > 0, got {value}")
+            raise InputError(f"{type(kernel).__name__}.{name}", "a finite number > 0", str(value))
 
 
 def _encode(value: Any) -> Any:

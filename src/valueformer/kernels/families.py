@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from valueformer.errors import InputError
 from valueformer.kernels.algebra import HeadKernel, Kernel, Score, check_positive
 
 # A score this many rounding errors away from zero is zero. Only a profile with a kink at zero (Laplace) needs to know:
@@ -47,20 +48,18 @@ class AttentionKernel(Kernel):
         return False
 
     def log_activation(self, score: Tensor) -> Tensor:
-        """Return ``log(activation(score))``; raises ValueError for a kernel that is not strictly positive."""
-        raise ValueError(
-            f"kernel: Softmax needs a strictly positive kernel, got {type(self).__name__}; "
-            "use RBF, ExpDot, Laplace, Matern or RationalQuadratic"
+        """Return ``log(activation(score))``; raises InputError for a kernel that is not strictly positive."""
+        raise InputError(
+            "Softmax.kernel",
+            "a strictly positive kernel",
+            type(self).__name__,
+            "use RBF, ExpDot, Laplace, Matern or RationalQuadratic",
         )
 
-    def __call__(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def __call__(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         return self.activation(self.scores(queries, keys))
 
-    def scores(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def scores(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         """Return the scores of all pairs: inner products or squared distances."""
         if self.score == "dot":
             return queries @ keys.mT
@@ -152,7 +151,7 @@ class Matern(_Radial):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nu not in (1.5, 2.5):
-            raise ValueError(f"Matern.nu: expected 1.5 or 2.5, got {self.nu}; for nu = 0.5 use Laplace, for infinity RBF")
+            raise InputError("Matern.nu", "1.5 or 2.5", str(self.nu), "for nu = 0.5 use Laplace, for infinity RBF")
 
     def activation(self, score: Tensor) -> Tensor:
         z = self._distance(score)
@@ -245,7 +244,7 @@ class Softmax(AttentionKernel):
 
     def __post_init__(self) -> None:
         if not isinstance(self.kernel, AttentionKernel) or self.kernel.normalised:
-            raise ValueError(f"Softmax.kernel: expected an elementary kernel such as RBF, got {self.kernel}")
+            raise InputError("Softmax.kernel", "an elementary kernel such as RBF", str(self.kernel))
         self.kernel.log_activation(torch.zeros(()))  # raises for a kernel that is not strictly positive
 
     @property
@@ -264,9 +263,7 @@ class Softmax(AttentionKernel):
     def normalised(self) -> bool:
         return True
 
-    def __call__(
-        self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]
-    ) -> Float[Tensor, "*batch n m"]:
+    def __call__(self, queries: Float[Tensor, "*batch n d"], keys: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n m"]:
         return torch.softmax(self.kernel.log_activation(self.kernel.scores(queries, keys)), dim=-1)
 
     def activation(self, score: Tensor) -> Tensor:

@@ -1,0 +1,176 @@
+"""Evaluate a log: values from the whole context, and their test on whole episodes left out of it."""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import sklearn
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import clone
+
+from valueformer import kernels
+from valueformer.estimator import DivergenceWarning, ValueFormer
+from valueformer.kernels import Kernel
+from valueformer.metrics import HeldOut, held_out_metrics
+from valueformer.results import Evaluation
+from valueformer.transitions import Transitions
+from valueformer.version import __version__
+
+__all__ = ["evaluate"]
+
+MAX_FOLDS = 10
+
+
+def evaluate(
+    data: Transitions,
+    model: ValueFormer | None = None,
+    *,
+    queries: ArrayLike | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Return V of the behaviour policy on its own log, with held-out errors from K = min(10, episodes) folds.
+
+    Folds are whole episodes, each row is held out once and the scaler is fitted per fold; with one episode nothing can be held
+    out and those numbers are None. ``queries``: ``(m, d)`` further states to ask about. ``progress(done, total)`` is called
+    after each fit. ``model`` itself is not fitted. Raises InputError for bad parameters or queries.
+    """
+    start = time.perf_counter()
+    model = _unfitted(model or ValueFormer())
+    n_folds = min(MAX_FOLDS, data.n_episodes) if data.n_episodes > 1 else 0
+    report = progress or (lambda done, total: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DivergenceWarning)  # the result's status says it
+        model.fit(data)
+        values = model.predict(data).astype(np.float64)
+        td = model.td_errors(data)
+        answers = None if queries is None else model.predict(queries)
+        report(1, n_folds + 1)
+        held_value, held_td = np.full(len(data), np.nan), np.full(len(data), np.nan)
+        fold = _folds(data, n_folds)
+        for k in range(n_folds):
+            rows = np.flatnonzero(fold == k)
+            held_out, fitted = data[rows], _unfitted(model).fit(data[np.flatnonzero(fold != k)])
+            held_value[rows] = fitted.predict(held_out)
+            held_td[rows] = fitted.td_errors(held_out)
+            report(k + 2, n_folds + 1)
+    returns = data.monte_carlo_returns(model.gamma)
+    heldout = HeldOut(None, None, None, None, None, 0)
+    if n_folds:
+        heldout = held_out_metrics(
+            td=held_td,
+            rewards=data.rewards,
+            discount=data.discount(model.gamma),
+            values=held_value,
+            returns=returns.values,
+            remaining=returns.remaining,
+            n_folds=n_folds,
+            weight=data.sample_weight,
+        )
+    first = np.array([np.arange(len(data))[rows][0] for rows in data.episode_rows])
+    solution, steps = model.solution_, model.solution_.stats["step_sizes"]
+    return Evaluation(
+        source=data.source,
+        data={
+            "n_transitions": len(data),
+            "n_episodes": data.n_episodes,
+            "obs_dim": data.obs_dim,
+            "terminated": int(data.terminated.sum()),
+            "truncated": int(data.truncated.sum()),
+        },
+        estimand=f"discounted value (gamma = {model.gamma:g}) of the behaviour policy, the one that made this log",
+        gamma=model.gamma,
+        num_layers=solution.stats["layers"],
+        kernel=_kernel_name(model.kernel),
+        temperature=_temperature(model.kernel_),
+        layout=model.layout,
+        step_size=None if not steps else steps[0] if len(set(steps)) == 1 else steps,
+        status=solution.status,
+        message=solution.message,
+        verdict=verdict(data, heldout, solution.status, solution.message),
+        context_td_error=model.td_error_,
+        heldout=heldout,
+        initial_value={"mean": float(values[first].mean()), "per_episode": values[first]},
+        table={
+            "episode_id": data.episode_ids,
+            "step": data.steps,
+            "value": values,
+            "td_error": td,
+            "advantage": held_td,
+            "heldout_value": held_value,
+            "monte_carlo_return": returns.values,
+            "missing_weight": returns.remaining,
+        },
+        queries=answers,
+        seconds=time.perf_counter() - start,
+        config=_config(model),
+    )
+
+
+def _unfitted(model: ValueFormer) -> ValueFormer:
+    """Return a new, unfitted model with the same parameters."""
+    return cast(ValueFormer, clone(model))
+
+
+def _folds(data: Transitions, n_folds: int) -> NDArray[np.int64]:
+    """Return the fold of each row: episodes in turn, so that drift over the log spreads over all folds."""
+    fold = np.zeros(len(data), np.int64)
+    for k, rows in enumerate(data.episode_rows):
+        fold[rows] = k % n_folds if n_folds else 0
+    return fold
+
+
+def verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> str:
+    """Say in one sentence of plain words what the held-out numbers mean."""
+    if status in ("diverged", "singular"):
+        return f"Do not use these values: the computation ended {status} ({message})."
+    if not data.rewards.any():
+        return "All rewards are zero, so the value is zero everywhere; check the reward column."
+    if heldout.td_error is None:
+        return "With a single episode nothing could be held out: these values fit the log, untested on anything else."
+    if heldout.tdc is None:
+        return "A constant value explains this log exactly, so the states have nothing to add."
+    if heldout.tdc >= 1:
+        return (
+            f"Do not read differences between states: on episodes left out, one constant value does as well "
+            f"(TD error {heldout.tdc:.2f} times the best constant's); more episodes or a smaller gamma may help."
+        )
+    explained = heldout.explained_variance
+    part = "" if explained is None else f" and explain {max(explained, 0.0):.0%} of the variance of their returns"
+    quality = f"their TD error is {heldout.tdc:.2f} times that of the best constant"
+    if explained is not None and explained < 0.5:
+        return f"Read these values with caution: on episodes left out {quality}{part}."
+    if heldout.tdc > 0.9:
+        return f"These values say little beyond their average: on episodes left out {quality}{part}."
+    return f"These values hold on episodes left out: {quality}{part}."
+
+
+def _kernel_name(kernel: Kernel | str) -> str:
+    return kernel if isinstance(kernel, str) else str(kernel)
+
+
+def _temperature(kernel: Kernel) -> float | list[float] | None:
+    try:
+        heads = kernel.heads()
+    except kernels.InputError:
+        return None
+    found = [t for head in heads for factor in head.factors if (t := _own_temperature(factor)) is not None]
+    return (found[0] if len(found) == 1 else found) if found else None
+
+
+def _own_temperature(kernel: Any) -> float | None:
+    inner = kernel.kernel if isinstance(kernel, kernels.Softmax) else kernel
+    return getattr(inner, "temperature", None)
+
+
+def _config(model: ValueFormer) -> dict[str, Any]:
+    parameters = model.get_params(deep=False)
+    parameters["kernel"] = model.kernel_.to_config()
+    versions = {"valueformer": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    versions |= {"scikit-learn": sklearn.__version__, "python": platform.python_version()}
+    return {"parameters": parameters, "versions": versions}

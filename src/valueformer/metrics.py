@@ -1,0 +1,85 @@
+"""How good is a value estimate? Every metric is defined once, here, on plain arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["HeldOut", "best_constant", "explained_variance", "held_out_metrics"]
+
+# Rows whose return misses more than this weight of what comes after the record are left out of explained variance.
+MAX_REMAINING = 0.05
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Errors on transitions that the context did not contain; None where undefined."""
+
+    td_error: float | None
+    """Mean squared TD error."""
+    td_ratio: float | None
+    """TD error / mean squared reward: that of V = 0 is 1."""
+    td_ratio_constant: float | None
+    """The same for the best constant V, chosen with hindsight."""
+    tdc: float | None
+    """TD error / that of the best constant: below 1, states explain something that a number does not."""
+    explained_variance: float | None
+    """Of Monte Carlo returns: 1 - Var(G - V) / Var(G)."""
+    n_folds: int
+
+
+def best_constant(rewards: NDArray[Any], discount: Vector, weight: NDArray[Any] | None = None) -> float:
+    """Return the constant V of least TD error, ``c = sum r w / sum w^2`` with ``w_i = 1 - gamma_i`` (THEORY section 7.1).
+
+    0 where every gamma_i is 1: no constant changes the TD error then.
+    """
+    w = 1.0 - discount
+    share = np.ones_like(w) if weight is None else weight.astype(np.float64)
+    energy = float((share * w * w).sum())
+    return float((share * w * rewards.astype(np.float64)).sum()) / energy if energy > 0 else 0.0
+
+
+def explained_variance(values: Vector, returns: Vector, remaining: Vector) -> float | None:
+    """Return ``1 - Var(G - V) / Var(G)`` over rows whose return is at least 95 % recorded; None if G does not vary there."""
+    kept = remaining <= MAX_REMAINING
+    if kept.sum() < 2:
+        return None
+    spread = float(np.var(returns[kept]))
+    if not spread > 1e-12 * float(np.mean(np.square(returns[kept]))):
+        return None
+    return 1.0 - float(np.var(returns[kept] - values[kept])) / spread
+
+
+def held_out_metrics(
+    *,
+    td: Vector,
+    rewards: NDArray[Any],
+    discount: Vector,
+    values: Vector,
+    returns: Vector,
+    remaining: Vector,
+    n_folds: int,
+    weight: NDArray[Any] | None = None,
+) -> HeldOut:
+    """Pool held-out TD errors ``td`` (n,) and values (n,) of all folds into the metrics above."""
+    r = rewards.astype(np.float64)
+    unit = float(np.abs(r).max()) or 1.0  # squares of huge rewards stay in range
+    share = np.ones_like(r) if weight is None else weight.astype(np.float64)
+    error = float(np.average(np.square(td / unit), weights=share))
+    power = float(np.average(np.square(r / unit), weights=share))
+    constant = best_constant(r / unit, discount, weight)
+    constant_error = float(np.average(np.square(r / unit - (1.0 - discount) * constant), weights=share))
+    significant = constant_error > 1e-12 * power  # else the constant is exact up to rounding
+    return HeldOut(
+        td_error=error * unit**2,
+        td_ratio=error / power if power > 0 else None,
+        td_ratio_constant=constant_error / power if power > 0 else None,
+        tdc=error / constant_error if significant else None,
+        explained_variance=explained_variance(values / unit, returns / unit, remaining),
+        n_folds=n_folds,
+    )

@@ -1,0 +1,206 @@
+"""Pictures and pages from stored results: reads result.json and values.parquet, never a model."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from valueformer.files import write_atomically, write_text
+from valueformer.metrics import MAX_REMAINING
+from valueformer.results import read_stored
+
+__all__ = ["evaluation_chart", "write_report"]
+
+Panel = alt.Chart | alt.LayerChart | alt.FacetChart
+
+_EPISODES = 4
+_POINTS = 2000  # of the scatter plot: more only hide each other
+_BLUE, _ORANGE, _GREY = "#2a6fb0", "#e07b39", "#8a8f98"
+_VALUE, _RETURN, _PARTIAL = "V(s), held out", "Monte Carlo return", "return, record cut short"
+
+
+def write_report(folder: Path) -> dict[str, str]:
+    """Draw report.png and the self-contained, interactive report.html from the results stored in ``folder``."""
+    document, columns = read_stored(folder)
+    chart = evaluation_chart(document, columns)
+    write_atomically(folder / "report.png", lambda path: chart.save(str(path), format="png", ppi=144))
+    body = chart.to_html(inline=True, fullhtml=False)
+    write_text(folder / "report.html", _page(document, body))
+    return {"picture": str(folder / "report.png"), "page": str(folder / "report.html")}
+
+
+def evaluation_chart(document: dict[str, Any], columns: dict[str, NDArray[Any]]) -> alt.VConcatChart:
+    """Return the picture of an evaluation: values along episodes, TD error by layer, values against returns."""
+    held_out = bool(np.isfinite(columns["heldout_value"].astype(float)).any())
+    value = "heldout_value" if held_out else "value"
+    label = _VALUE if held_out else "V(s), fitted"
+    episodes = _episode_panels(columns, value, label)
+    lower = [_layer_panel(document)]
+    if (scatter := _scatter_panel(columns, value, label)) is not None:
+        lower.append(scatter)
+    title = alt.TitleParams(
+        f"Value of the behaviour policy: {document['source']}",
+        subtitle=[f"gamma = {document['gamma']:g}, {document['kernel']} kernel, {document['num_layers']} layers"],
+        anchor="start",
+        fontSize=17,
+        subtitleFontSize=12,
+        subtitleColor="#555",
+        offset=12,
+    )
+    return (
+        alt.vconcat(episodes, alt.hconcat(*lower, spacing=48), spacing=28, title=title)
+        .configure_view(stroke=None)
+        .configure_axis(grid=True, gridColor="#eceef1", domainColor="#999", titleFontWeight="normal", labelFontSize=11)
+        .configure_header(labelFontSize=12, titleFontSize=12, titleFontWeight="normal")
+        .configure_legend(labelFontSize=12, symbolStrokeWidth=3)
+    )
+
+
+def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) -> alt.FacetChart:
+    ids = list(dict.fromkeys(columns["episode_id"].tolist()))
+    shown = [ids[i] for i in np.unique(np.linspace(0, len(ids) - 1, min(_EPISODES, len(ids))).round().astype(int))]
+    complete = columns["missing_weight"] <= MAX_REMAINING
+    rows: dict[str, list[Any]] = {"episode": [], "step": [], "y": [], "what": []}
+    for episode in shown:
+        mask = columns["episode_id"] == episode
+        steps = columns["step"][mask].tolist()
+        returns, full = columns["monte_carlo_return"][mask], complete[mask]
+        # the two parts of the return share one row, so that the line does not break where it changes style
+        series = (
+            (label, columns[value][mask]),
+            (_RETURN, np.where(full, returns, np.nan)),
+            (_PARTIAL, np.where(~full | ~np.concatenate([full[1:], [True]]), returns, np.nan)),
+        )
+        for name, y in series:
+            rows["episode"] += [f"episode {episode}"] * len(steps)
+            rows["step"] += steps
+            rows["y"] += [None if not np.isfinite(v) else float(v) for v in y]
+            rows["what"] += [name] * len(steps)
+    domain = [label, _RETURN, _PARTIAL]
+    base = (
+        alt.Chart(pa.table(rows))
+        .mark_line(strokeWidth=2, clip=True)
+        .encode(
+            x=alt.X("step:Q", title="step"),
+            y=alt.Y("y:Q", title="value, in units of reward", scale=alt.Scale(zero=False)),
+            color=alt.Color("what:N", title=None, scale=alt.Scale(domain=domain, range=[_BLUE, _ORANGE, _ORANGE])),
+            strokeDash=alt.StrokeDash("what:N", title=None, scale=alt.Scale(domain=domain, range=[[1, 0], [1, 0], [3, 3]])),
+            tooltip=[alt.Tooltip("what:N"), alt.Tooltip("step:Q"), alt.Tooltip("y:Q", format=".4g")],
+        )
+        .properties(width=400, height=170)
+    )
+    order = [f"episode {episode}" for episode in shown]
+    facet = alt.Facet("episode:N", title=None, sort=order, header=alt.Header(labelAnchor="start"))
+    return base.facet(facet, columns=2, spacing=24).properties(
+        title=_subtitle("Value along episodes that the context left out")
+    )
+
+
+def _layer_panel(document: dict[str, Any]) -> Panel:
+    errors = [e for e in document["context_td_error"] if e is not None]
+    layers = pa.table({"layer": list(range(1, len(errors) + 1)), "error": [max(e, 1e-300) for e in errors]})
+    tooltip = [alt.Tooltip("layer:Q"), alt.Tooltip("error:Q", format=".3g")]
+    line = (
+        alt.Chart(layers)
+        .mark_line(color=_BLUE, strokeWidth=2, point=alt.OverlayMarkDef(size=18, color=_BLUE))
+        .encode(
+            x=alt.X("layer:Q", title="layer (one TD step each)", axis=alt.Axis(tickMinStep=1)),
+            y=alt.Y("error:Q", title="mean squared TD error (log)", scale=alt.Scale(type="log"), axis=alt.Axis(format="~g")),
+            tooltip=tooltip,
+        )
+    )
+    marks = []
+    held = document["heldout"]
+    if held["td_error"]:
+        reference = {"what": ["held out, last layer"], "error": [held["td_error"]]}
+        if held["tdc"]:
+            reference["what"].append("best constant")
+            reference["error"].append(held["td_error"] / held["tdc"])
+        rules = alt.Chart(pa.table(reference))
+        marks.append(rules.mark_rule(strokeDash=[5, 4], color=_GREY).encode(y="error:Q"))
+        text = rules.mark_text(align="right", baseline="bottom", dx=-4, dy=-2, color="#555", fontSize=11)
+        marks.append(text.encode(y="error:Q", x=alt.value(380), text="what:N"))
+    return alt.layer(line, *marks).properties(width=380, height=230, title=_subtitle("TD error on the context, layer by layer"))
+
+
+def _scatter_panel(
+    columns: dict[str, NDArray[Any]], value: str, label: str
+) -> alt.Chart | alt.LayerChart | alt.FacetChart | None:
+    kept = np.flatnonzero((columns["missing_weight"] <= MAX_REMAINING) & np.isfinite(columns[value].astype(float)))
+    if len(kept) < 2:
+        return None
+    if len(kept) > _POINTS:
+        kept = np.sort(np.random.default_rng(0).choice(kept, _POINTS, replace=False))
+    returns, values = columns["monte_carlo_return"][kept], columns[value][kept]
+    low, high = float(min(returns.min(), values.min())), float(max(returns.max(), values.max()))
+    table = {"ret": returns, "val": values, "episode": [str(e) for e in columns["episode_id"][kept].tolist()]}
+    points = (
+        alt.Chart(pa.table(table))
+        .mark_circle(size=16, opacity=0.35, color=_BLUE)
+        .encode(
+            x=alt.X("ret:Q", title=_RETURN, scale=alt.Scale(domain=[low, high], nice=True)),
+            y=alt.Y("val:Q", title=label, scale=alt.Scale(domain=[low, high], nice=True)),
+            tooltip=["episode:N", alt.Tooltip("ret:Q", format=".4g"), alt.Tooltip("val:Q", format=".4g")],
+        )
+    )
+    diagonal = alt.Chart(pa.table({"ret": [low, high], "val": [low, high]})).mark_line(color=_GREY, strokeDash=[5, 4])
+    both = alt.layer(diagonal.encode(x="ret:Q", y="val:Q"), points)
+    return both.properties(width=350, height=230, title=_subtitle("Values against returns (dashed: equal)"))
+
+
+def _subtitle(text: str) -> alt.TitleParams:
+    return alt.TitleParams(text, anchor="start", fontSize=13, fontWeight=600)
+
+
+def summary_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the evaluation as (what, number) pairs, for the terminal and the page alike."""
+    data, held, initial = document["data"], document["heldout"], document["initial_value"]
+    kernel = document["kernel"] if document["temperature"] is None else f"{document['kernel']}, {document['temperature']}"
+    rows = [
+        ("what is estimated", document["estimand"]),
+        ("log", f"{data['n_transitions']} transitions, {data['n_episodes']} episodes, {data['obs_dim']} features"),
+        ("ends", f"{data['terminated']} terminated, {data['truncated']} truncated"),
+        ("initial value, mean", number(initial["mean"])),
+        ("TD error, held out / E[r²]", number(held["td_ratio"])),
+        ("  of the best constant", number(held["td_ratio_constant"])),
+        ("  quotient of the two (TDc)", number(held["tdc"])),
+        ("explained variance of returns", number(held["explained_variance"])),
+        ("folds of whole episodes", str(held["n_folds"])),
+        ("kernel, temperature", kernel),
+        ("layers, status", f"{document['num_layers']}, {document['status']}"),
+    ]
+    return [*rows, ("note", document["message"])] if document["message"] else rows
+
+
+def number(value: float | None) -> str:
+    """Return four digits, or a dash for what is undefined."""
+    return "—" if value is None else f"{value:.4g}"
+
+
+def _page(document: dict[str, Any], chart: str) -> str:
+    rows = "".join(
+        f"<tr><th>{html.escape(what)}</th><td>{html.escape(text)}</td></tr>" for what, text in summary_rows(document)
+    )
+    title = html.escape(f"valueformer: {document['source']}")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+ body {{ font: 15px/1.45 system-ui, sans-serif; color: #1c2127; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }}
+ h1 {{ font-size: 1.35rem; }}
+ .verdict {{ font-size: 1.1rem; border-left: 4px solid {_BLUE}; padding: .4rem .8rem; background: #f3f6fa; }}
+ table {{ border-collapse: collapse; margin: 1.2rem 0; }}
+ th {{ text-align: left; font-weight: 500; color: #555; padding: .15rem 1.5rem .15rem 0; white-space: pre; }}
+ td {{ padding: .15rem 0; }}
+</style></head><body>
+<h1>{title}</h1>
+<p class="verdict">{html.escape(document["verdict"])}</p>
+<table>{rows}</table>
+{chart}
+</body></html>
+"""

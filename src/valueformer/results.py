@@ -1,0 +1,100 @@
+"""Results: frozen records with numbers, written as JSON and Parquet and read back for every picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from valueformer.errors import InputError
+from valueformer.files import write_atomically, write_text
+from valueformer.metrics import HeldOut
+from valueformer.solvers import Status
+
+__all__ = ["Evaluation", "to_json"]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The value of a log's behaviour policy, state by state, and how far it held on episodes left out of the context."""
+
+    source: str
+    data: Mapping[str, Any]
+    """n_transitions, n_episodes, obs_dim, terminated, truncated."""
+    estimand: str
+    gamma: float
+    num_layers: int
+    kernel: str
+    temperature: float | list[float] | None
+    layout: str
+    step_size: float | list[float] | None
+    """Of the first layer, if all are equal; one per layer otherwise; None for a closed-form solution."""
+    status: Status
+    message: str
+    verdict: str
+    context_td_error: NDArray[np.float64]
+    """``(L,)`` mean squared TD error on the whole context after each layer."""
+    heldout: HeldOut
+    initial_value: Mapping[str, Any]
+    """mean, and per_episode in order of appearance."""
+    table: Mapping[str, NDArray[Any]]
+    """Per transition: episode_id, step, value, td_error, advantage, heldout_value, monte_carlo_return, missing_weight."""
+    queries: NDArray[Any] | None = None
+    seconds: float = 0.0
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Parameters, seed and versions: what it takes to get these numbers again."""
+
+    def to_dict(self, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return the JSON document: plain values, undefined numbers as None; the table is left to Parquet."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("table", "queries")}
+        fields["heldout"] = dataclasses.asdict(self.heldout)
+        if self.queries is not None:
+            fields["queries"] = self.queries
+        return plain(fields | {"files": dict(files or {})})
+
+    def save(self, folder: Path) -> dict[str, str]:
+        """Write values.parquet and result.json; return their paths."""
+        files = {"values": str(folder / "values.parquet"), "result": str(folder / "result.json")}
+        table = pa.table({name: pa.array(column, from_pandas=True) for name, column in self.table.items()})
+        write_atomically(folder / "values.parquet", lambda path: pyarrow.parquet.write_table(table, path))
+        write_text(folder / "result.json", to_json(self.to_dict(files)))
+        return files
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` in JSON's types; NaN and infinities become None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def to_json(document: Mapping[str, Any]) -> str:
+    """Return strict JSON: never NaN or Infinity."""
+    return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
+
+
+def read_stored(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Read back what :meth:`Evaluation.save` wrote: the document and the table's columns."""
+    try:
+        document = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        table = pyarrow.parquet.read_table(folder / "values.parquet")
+    except (OSError, ValueError) as error:
+        raise InputError(str(folder), "result.json and values.parquet", str(error).splitlines()[0]) from None
+    return document, {name: table.column(name).to_numpy() for name in table.column_names}

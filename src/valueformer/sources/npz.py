@@ -1,0 +1,83 @@
+"""NPZ archives and mappings of arrays under the field names of Transitions."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from valueformer.errors import InputError
+from valueformer.sources.alignment import from_step_rows, sort_rows
+from valueformer.transitions import Transitions
+
+FIELDS = (
+    "observations", "next_observations", "rewards", "terminated", "truncated", "actions",
+    "next_actions", "discounts", "episode_ids", "steps", "sample_weight",
+)  # fmt: skip
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file is a zip archive of .npy members."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return bool(archive.namelist()) and all(name.endswith(".npy") for name in archive.namelist())
+
+
+def read(path: Path) -> Transitions:
+    """Read an NPZ archive of the fields of Transitions."""
+    return from_arrays(read_arrays(path), source=str(path), form="npz")
+
+
+def read_arrays(path: Path) -> dict[str, Any]:
+    """Read all arrays of an archive; object arrays are refused, since reading them would execute code from the file."""
+    arrays: dict[str, Any] = {}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            for name in archive.files:
+                try:
+                    arrays[name] = archive[name]
+                except ValueError as error:
+                    if "allow_pickle" not in str(error):
+                        raise
+                    raise InputError(
+                        f"{path}: array {name!r}",
+                        "plain numbers or text",
+                        "pickled Python objects, which are never read because they can execute code",
+                        "save numeric arrays: array.astype(np.float32)",
+                    ) from None
+    except InputError:
+        raise
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise InputError(str(path), "a complete NPZ archive", f"a damaged one ({error})", "copy or export it again") from None
+    return arrays
+
+
+def from_arrays(arrays: Mapping[str, Any], *, source: str, form: str) -> Transitions:
+    """Build Transitions from named arrays; without ``next_observations`` rows are aligned inside their episodes."""
+    if {"done", "dones"} & set(arrays) and "terminated" not in arrays:
+        raise InputError(
+            f"{source}: done",
+            "the flags 'terminated' and 'truncated'",
+            "'done' alone, which does not say whether an end is terminal",
+            "rename it to the one it means; a time limit is 'truncated'",
+        )
+    known = {name: value for name, value in arrays.items() if name in FIELDS and value is not None}
+    missing = [name for name in ("observations", "rewards", "terminated") if name not in known]
+    if missing:
+        raise InputError(
+            f"{source}: fields",
+            "observations, rewards, terminated" + (" and truncated" if "truncated" not in known else ""),
+            f"no {', '.join(missing)} among {', '.join(map(repr, arrays)) or 'nothing'}",
+            "name the arrays as in vf.Transitions; a task that never ends has terminated = all false",
+        )
+    if "next_observations" in known:
+        return Transitions(**known, source=source, format=form)
+    lengths = {len(np.atleast_1d(value)) for value in known.values()}
+    if len(lengths) == 1:
+        known = sort_rows({name: np.asarray(value) for name, value in known.items()})
+    return from_step_rows(**known, source=source, format=form)
