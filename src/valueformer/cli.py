@@ -151,7 +151,11 @@ def samples(json: Json = False) -> None:
         return
     table = Table("name", "transitions", "episodes that reached the goal", box=None)
     for entry in entries:
-        table.add_row(f"sample:{entry['task']}/{entry['noise']}", str(entry["rows"]["rewards"]), f"{entry['episodes_saw_reward']} of {entry['episodes']}")
+        table.add_row(
+            f"sample:{entry['task']}/{entry['noise']}",
+            str(entry["rows"]["rewards"]),
+            f"{entry['episodes_saw_reward']} of {entry['episodes']}",
+        )
     Console().print(table)
     typer.echo(
         "\nMetaWorld's scripted policies under action noise; try: valueformer evaluate sample:pick-place-v3/low --gamma 0.9"

@@ -20,13 +20,13 @@ from valueformer.features import ScalerKind, fit_scaler
 from valueformer.kernels import Kernel
 from valueformer.metrics import best_constant, held_out_metrics
 from valueformer.prompt import Layout, Prompt
-from valueformer.solvers import Context, StepSize, check_gamma, evaluate_kernel_sum, fixed_point, iterate
+from valueformer.solvers import Context, StepSize, check_gamma, distinct_states, evaluate_kernel_sum, fixed_point, iterate
 from valueformer.storage import PersistentModel
 from valueformer.transitions import Transitions
 
 __all__ = ["DivergenceWarning", "ValueFormer"]
 
-_LITERAL_QUERIES = 512  # queries per prompt of the literal transformer, whose attention is (n + m)^2
+_LITERAL_TOKENS = 8192  # per prompt of the literal transformer: its attention matrices are tokens^2
 
 
 class DivergenceWarning(UserWarning):
@@ -208,43 +208,37 @@ class ValueFormer(PersistentModel):
             values = evaluate_kernel_sum(self.kernel_, states, centres, self.solution_.dual_coef)
         else:
             values = self._read_out(states, steps)
-        result = self.level_ + values.double().cpu().numpy() * self.reward_unit_
-        return result.astype(self.dtype)
+        result = (self.level_ + values.double().cpu().numpy() * self.reward_unit_).astype(self.dtype)
+        if not np.isfinite(result).all():
+            largest = np.finfo(self.dtype).max
+            raise InputError("values", f"numbers below {largest:.2g}", "an overflow", "use dtype='float64' or rescale rewards")
+        return result
 
     def _read_out(self, states: Tensor, steps: Sequence[float]) -> Tensor:
         assert self.layout != "fast"
         transformer, parts = self._transformer(steps), []
-        for start in range(0, len(states), _LITERAL_QUERIES):
-            chunk = states[start : start + _LITERAL_QUERIES].cpu().numpy()
+        size = max(512, _LITERAL_TOKENS - 2 * len(self.context_))
+        for start in range(0, len(states), size):
+            chunk = states[start : start + size].cpu().numpy()
             prompt = Prompt.from_transitions(self.context_, chunk, layout=self.layout, dtype=self._dtype, device=self._device)
             parts.append(transformer(prompt).query_values)
         return torch.cat(parts) if parts else states.new_zeros(0)
 
-    def td_errors(self, data: Transitions) -> NDArray[np.float64]:
-        """Return ``delta_i = r_i + gamma_i V(s'_i) - V(s_i)``, ``(n,)``, on any transitions."""
-        discount = data.discount(self.gamma)
-        bootstrap = np.zeros(len(data))
-        read = discount > 0
-        if read.any():
-            bootstrap[read] = discount[read] * self.predict(data.next_observations[read])
-        return data.rewards.astype(np.float64) + bootstrap - self.predict(data.observations)
+    def values_and_td_errors(self, data: Transitions) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return V(s_i) and ``delta_i = r_i + gamma_i V(s'_i) - V(s_i)``, each ``(n,)``, on any transitions."""
+        states, successor = distinct_states(data, self.gamma)
+        values = self.predict(states).astype(np.float64)  # (u,): a state that is also a successor is asked about once
+        bootstrap = data.discount(self.gamma) * values[successor]
+        values = values[: len(data)]
+        return values, data.rewards.astype(np.float64) + bootstrap - values
 
     def score(self, data: Transitions, y: None = None) -> float:
         """Return 1 - TDc on transitions, best held out: 1 is a perfect fit, 0 no better than the best constant.
 
         NaN never leaves: where a constant is exact (TDc undefined) the score is 0.
         """
-        returns = data.monte_carlo_returns(self.gamma)
-        metrics = held_out_metrics(
-            td=self.td_errors(data),
-            rewards=data.rewards,
-            discount=data.discount(self.gamma),
-            values=self.predict(data).astype(np.float64),
-            returns=returns.values,
-            remaining=returns.remaining,
-            n_folds=1,
-            weight=data.sample_weight,
-        )
+        values, td = self.values_and_td_errors(data)
+        metrics = held_out_metrics(data, self.gamma, values=values, td=td, n_folds=1)
         return 0.0 if metrics.tdc is None else 1.0 - metrics.tdc
 
     # -- details ------------------------------------------------------------------------------------------------------------

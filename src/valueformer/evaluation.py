@@ -47,8 +47,7 @@ def evaluate(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DivergenceWarning)  # the result's status says it
         model.fit(data)
-        values = model.predict(data).astype(np.float64)
-        td = model.td_errors(data)
+        values, td = model.values_and_td_errors(data)
         answers = None if queries is None else model.predict(queries)
         report(1, n_folds + 1)
         held_value, held_td = np.full(len(data), np.nan), np.full(len(data), np.nan)
@@ -56,22 +55,12 @@ def evaluate(
         for k in range(n_folds):
             rows = np.flatnonzero(fold == k)
             held_out, fitted = data[rows], _unfitted(model).fit(data[np.flatnonzero(fold != k)])
-            held_value[rows] = fitted.predict(held_out)
-            held_td[rows] = fitted.td_errors(held_out)
+            held_value[rows], held_td[rows] = fitted.values_and_td_errors(held_out)
             report(k + 2, n_folds + 1)
     returns = data.monte_carlo_returns(model.gamma)
     heldout = HeldOut(None, None, None, None, None, 0)
     if n_folds:
-        heldout = held_out_metrics(
-            td=held_td,
-            rewards=data.rewards,
-            discount=data.discount(model.gamma),
-            values=held_value,
-            returns=returns.values,
-            remaining=returns.remaining,
-            n_folds=n_folds,
-            weight=data.sample_weight,
-        )
+        heldout = held_out_metrics(data, model.gamma, values=held_value, td=held_td, n_folds=n_folds)
     first = np.array([np.arange(len(data))[rows][0] for rows in data.episode_rows])
     solution, steps = model.solution_, model.solution_.stats["step_sizes"]
     return Evaluation(

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from valueformer.transitions import Transitions
+
 __all__ = ["HeldOut", "best_constant", "explained_variance", "held_out_metrics"]
 
 # Rows whose return misses more than this weight of what comes after the record are left out of explained variance.
@@ -55,26 +57,19 @@ def explained_variance(values: Vector, returns: Vector, remaining: Vector) -> fl
     return 1.0 - float(np.var(returns[kept] - values[kept])) / spread
 
 
-def held_out_metrics(
-    *,
-    td: Vector,
-    rewards: NDArray[Any],
-    discount: Vector,
-    values: Vector,
-    returns: Vector,
-    remaining: Vector,
-    n_folds: int,
-    weight: NDArray[Any] | None = None,
-) -> HeldOut:
-    """Pool held-out TD errors ``td`` (n,) and values (n,) of all folds into the metrics above."""
-    r = rewards.astype(np.float64)
+def held_out_metrics(data: Transitions, gamma: float, *, values: Vector, td: Vector, n_folds: int) -> HeldOut:
+    """Pool held-out values and TD errors ``(n,)`` on ``data`` into the metrics above, each row by its sample weight.
+
+    The explained variance counts rows, not weights.
+    """
+    r, discount, weight = data.rewards.astype(np.float64), data.discount(gamma), data.sample_weight
     unit = float(np.abs(r).max()) or 1.0  # squares of huge rewards stay in range
-    share = np.ones_like(r) if weight is None else weight.astype(np.float64)
-    error = float(np.average(np.square(td / unit), weights=share))
-    power = float(np.average(np.square(r / unit), weights=share))
+    error = float(np.average(np.square(td / unit), weights=weight))
+    power = float(np.average(np.square(r / unit), weights=weight))
     constant = best_constant(r / unit, discount, weight)
-    constant_error = float(np.average(np.square(r / unit - (1.0 - discount) * constant), weights=share))
+    constant_error = float(np.average(np.square(r / unit - (1.0 - discount) * constant), weights=weight))
     significant = constant_error > 1e-12 * power  # else the constant is exact up to rounding
+    returns, remaining = data.monte_carlo_returns(gamma)
     return HeldOut(
         td_error=error * unit**2,
         td_ratio=error / power if power > 0 else None,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from valueformer.errors import InputError
 from valueformer.files import write_atomically, write_text
 from valueformer.metrics import HeldOut
-from valueformer.solvers import Status
 
-__all__ = ["Evaluation", "to_json"]
+__all__ = ["Evaluation", "Status", "plain", "read_stored", "to_json"]
+
+Status = Literal["converged", "max_layers", "diverged", "singular"]
 
 
 @dataclass(frozen=True, eq=False)

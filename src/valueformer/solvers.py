@@ -24,11 +24,21 @@ from torch import Tensor
 
 from valueformer.errors import InputError
 from valueformer.kernels import Kernel
+from valueformer.results import Status
 from valueformer.transitions import Transitions
 
-__all__ = ["Context", "Solution", "Status", "StepSize", "evaluate_kernel_sum", "fixed_point", "iterate", "solve"]
+__all__ = [
+    "Context",
+    "Solution",
+    "StepSize",
+    "check_gamma",
+    "distinct_states",
+    "evaluate_kernel_sum",
+    "fixed_point",
+    "iterate",
+    "solve",
+]
 
-Status = Literal["converged", "max_layers", "diverged", "singular"]
 StepSize = float | Sequence[float] | Literal["safe", "fast"]
 
 TOLERANCE = 1e-3  # of the rms reward: `converged`
@@ -159,7 +169,7 @@ def kernel_matrix(kernel: Kernel, queries: Float[Tensor, "m d"], centres: Float[
     tile = max(1, _TILE // max(len(centres), 1))
     for start in range(0, len(queries), tile):
         matrix[start : start + tile] = kernel(queries[start : start + tile], centres)
-    return matrix
+    return _without_overflow(kernel, matrix, "context states")
 
 
 def evaluate_kernel_sum(
@@ -172,7 +182,20 @@ def evaluate_kernel_sum(
     """Return ``sum_j a_j kappa(x, s_j)`` at the queries, in chunks so that memory stays bounded."""
     chunk = chunk or max(1, _TILE // max(len(centres), 1))
     parts = [kernel(queries[i : i + chunk], centres) @ dual_coef for i in range(0, len(queries), chunk)]
-    return torch.cat(parts) if parts else dual_coef.new_zeros((0, *dual_coef.shape[1:]))
+    values = torch.cat(parts) if parts else dual_coef.new_zeros((0, *dual_coef.shape[1:]))
+    return values if not bool(dual_coef.isfinite().all()) else _without_overflow(kernel, values, "queries")
+
+
+def _without_overflow(kernel: Kernel, numbers: Tensor, what: str) -> Tensor:
+    """Return ``numbers``, or raise InputError if an unbounded kernel overflowed: it would turn into NaN one product later."""
+    if not kernel.bounded and not bool(numbers.isfinite().all()):
+        raise InputError(
+            what,
+            f"states on which {kernel} stays finite",
+            "an overflow",
+            "scale the states, or use a higher temperature or RBF",
+        )
+    return numbers
 
 
 def iterate(
@@ -226,6 +249,8 @@ def iterate(
     if failed:
         a, td, pull = best
         del path[best_length:]
+        if guard:  # a rewind as any other: the record shows what is returned
+            errors[-1], rewinds = _mean_square(td), rewinds + 1
     status: Status = "converged" if reached and not failed else "max_layers"
     message = ""
     if status == "max_layers":

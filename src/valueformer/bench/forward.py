@@ -53,9 +53,7 @@ def run(
     matrix = context.matrix
     prompt = Prompt.from_transitions(data, data.observations[:1], layout="residual", dtype=dtype)
     timed_layers = min(2, layers)
-    model = construct(
-        kernel, layout="residual", gamma=gamma, step_size=step, num_layers=timed_layers, obs_dim=dim, dtype=dtype
-    )
+    model = construct(kernel, layout="residual", gamma=gamma, step_size=step, num_layers=timed_layers, obs_dim=dim, dtype=dtype)
 
     def fast() -> None:
         iterate(Context(kernel, data, gamma=gamma, dtype=dtype), step_size=step, num_layers=layers)

@@ -40,6 +40,11 @@ class Kernel(ABC):
     def nonnegative(self) -> bool:
         """Whether no value is negative (what the Collatz-Wielandt bound asks for)."""
 
+    @property
+    @abstractmethod
+    def bounded(self) -> bool:
+        """Whether values stay finite however far apart or far out two points are."""
+
     @abstractmethod
     def heads(self) -> list[HeadKernel]:
         """Return the attention heads whose weighted sum is this kernel; raise InputError where there are none."""
@@ -106,6 +111,10 @@ class Scale(Kernel):
     def nonnegative(self) -> bool:
         return self.kernel.nonnegative
 
+    @property
+    def bounded(self) -> bool:
+        return self.kernel.bounded
+
     def heads(self) -> list[HeadKernel]:
         return [dataclasses.replace(head, coefficient=self.factor * head.coefficient) for head in self.kernel.heads()]
 
@@ -130,6 +139,10 @@ class Sum(Kernel):
     def nonnegative(self) -> bool:
         return all(term.nonnegative for term in self.terms)
 
+    @property
+    def bounded(self) -> bool:
+        return all(term.bounded for term in self.terms)
+
     def heads(self) -> list[HeadKernel]:
         return [head for term in self.terms for head in term.heads()]
 
@@ -153,6 +166,10 @@ class Product(Kernel):
     @property
     def nonnegative(self) -> bool:
         return all(factor.nonnegative for factor in self.factors)
+
+    @property
+    def bounded(self) -> bool:
+        return all(factor.bounded for factor in self.factors)
 
     def heads(self) -> list[HeadKernel]:
         """Expand ``(a + b) c`` into ``a c + b c``; each product must be a function of one score."""

@@ -38,6 +38,10 @@ class AttentionKernel(Kernel):
         return True
 
     @property
+    def bounded(self) -> bool:
+        return self.score == "sqdist" or self.normalised
+
+    @property
     def has_kink(self) -> bool:
         """Whether the activation is not differentiable at score zero."""
         return False
