@@ -26,6 +26,7 @@ from valueformer.transitions import Transitions
 
 __all__ = ["DivergenceWarning", "ValueFormer"]
 
+_LARGEST_REWARD = 1e150  # squares of TD errors stay finite
 _LITERAL_TOKENS = 8192  # per prompt of the literal transformer: its attention matrices are tokens^2
 
 
@@ -131,7 +132,10 @@ class ValueFormer(PersistentModel):
         self.scaler_ = fit_scaler(self.scaler, data.observations, self.random_state)
         discount = data.discount(self.gamma)
         # A power of two: dividing by it is exact, so values scale exactly with rewards, and squares cannot overflow.
-        self.reward_unit_ = float(2.0 ** np.floor(np.log2(float(np.abs(data.rewards).max()) or 1.0)))
+        largest = float(np.abs(data.rewards).max())
+        if largest > _LARGEST_REWARD:
+            raise InputError("rewards", f"magnitudes up to {_LARGEST_REWARD:g}", f"{largest:g}", "rescale the rewards")
+        self.reward_unit_ = float(2.0 ** np.floor(np.log2(largest or 1.0)))
         rewards = data.rewards.astype(np.float64) / self.reward_unit_
         if self.initial_level == "context":
             level = best_constant(rewards, discount, data.sample_weight)

@@ -127,13 +127,12 @@ class Transitions:
             raise InputError("rewards", "at least one transition", "none", "check the file and its filters")
         set_ = lambda name, value: object.__setattr__(self, name, _frozen(value))  # noqa: E731
         set_("rewards", fields.finite("rewards", fields.length("rewards", rewards, n)))
-        set_("terminated", fields.length("terminated", fields.flags("terminated", self.terminated), n))
-        truncated = np.zeros(n, bool) if self.truncated is None else fields.flags("truncated", self.truncated)
-        set_("truncated", fields.length("truncated", truncated, n))
-
         observations = fields.finite(
             "observations", fields.length("observations", fields.matrix("observations", self.observations), n)
         )
+        set_("terminated", fields.length("terminated", fields.flags("terminated", self.terminated), n))
+        truncated = np.zeros(n, bool) if self.truncated is None else fields.flags("truncated", self.truncated)
+        set_("truncated", fields.length("truncated", truncated, n))
         successors = fields.length("next_observations", fields.matrix("next_observations", self.next_observations), n)
         if successors.shape[1] != observations.shape[1]:
             raise InputError(
