@@ -46,7 +46,7 @@ def test_not_fitted_features_and_kind_are_checked() -> None:
         model.predict(QUERIES[:, :2])
     with pytest.raises(vf.InputError, match="observations: expected finite numbers"):
         model.predict(np.full((2, 3), np.nan))
-    with pytest.raises(vf.InputError, match="data: expected vf.Transitions, got ndarray"):
+    with pytest.raises(vf.InputError, match=r"data: expected vf\.Transitions, got ndarray"):
         vf.ValueFormer().fit(QUERIES)  # pyright: ignore
 
 
@@ -195,7 +195,7 @@ def test_divergence_warns_and_returns_the_best_layer() -> None:
     np.testing.assert_allclose(model.predict(QUERIES), model.level_, rtol=1e-6)  # the best layer was the start
 
 
-def replace_states(data: vf.Transitions, change) -> vf.Transitions:  # noqa: ANN001
+def replace_states(data: vf.Transitions, change) -> vf.Transitions:
     return data.replace(observations=change(data.observations), next_observations=change(data.next_observations))
 
 

@@ -162,6 +162,6 @@ def test_float32_distances_do_not_lose_digits_to_the_offset() -> None:
         (lambda: kernels.Sum(()), "at least one kernel"),
     ],
 )
-def test_bad_parameters_are_named(make, message: str) -> None:  # noqa: ANN001
+def test_bad_parameters_are_named(make, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()

@@ -93,9 +93,9 @@ def test_dtype_follows_the_prompt_or_is_checked() -> None:
 
 def test_mismatched_prompts_are_refused() -> None:
     model = vf.construct(RBF(1.0), layout="pair", gamma=0.9, step_size=0.1, num_layers=1, obs_dim=3)
-    with pytest.raises(vf.InputError, match="prompt.layout: expected 'pair', got 'residual'"):
+    with pytest.raises(vf.InputError, match=r"prompt\.layout: expected 'pair', got 'residual'"):
         model(vf.Prompt.from_transitions(walk(0), QUERIES, layout="residual"))
-    with pytest.raises(vf.InputError, match="prompt.tokens: expected 14 channels, got 12"):
+    with pytest.raises(vf.InputError, match=r"prompt\.tokens: expected 14 channels, got 12"):
         model(vf.Prompt.from_transitions(walk(0, dim=2), QUERIES[:, :2]))
     with pytest.raises(vf.InputError, match=r"queries: expected shape \(m, 3\), got \(4, 2\)"):
         vf.Prompt.from_transitions(walk(0), QUERIES[:, :2])

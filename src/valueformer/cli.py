@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,6 +27,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Ratios measured in one run on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
+
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of it that newer versions of typer carry
 
 Data = Annotated[str, typer.Argument(help="A file, a folder, or sample:NAME (see `valueformer samples`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -194,11 +195,11 @@ def main() -> None:
     """Run the command line; bad usage and bad input end in one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
+    except _UsageError as error:
         code = _fail(error.format_message())
     except (InputError, MissingExtraError) as error:
         code = _fail(str(error))
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
         code = 130
     sys.exit(code)
@@ -239,7 +240,8 @@ def _check_out(folder: Path) -> None:
 
 def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
         return work(lambda done, total: bar.update(task, completed=done, total=total))
 

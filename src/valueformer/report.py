@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,16 @@ def write_report(folder: Path) -> dict[str, str]:
     document, columns = read_stored(folder)
     chart = evaluation_chart(document, columns)
     write_atomically(folder / "report.png", lambda path: chart.save(str(path), format="png", ppi=144))
-    body = chart.to_html(inline=True, fullhtml=False)
+    body = chart.to_html(inline=True, fullhtml=False, json_kwds={"cls": _ScriptSafe})
     write_text(folder / "report.html", _page(document, body))
     return {"picture": str(folder / "report.png"), "page": str(folder / "report.html")}
+
+
+class _ScriptSafe(json.JSONEncoder):
+    """JSON that cannot end the script element around it, whatever a file or an episode is called."""
+
+    def encode(self, o: Any) -> str:
+        return super().encode(o).replace("<", "\\u003c")
 
 
 def evaluation_chart(document: dict[str, Any], columns: dict[str, NDArray[Any]]) -> alt.VConcatChart:

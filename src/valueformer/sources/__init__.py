@@ -80,7 +80,9 @@ def load_observations(path: Path) -> NDArray[Any]:
     """
     if not path.is_file():
         raise InputError(str(path), "a file of observations", "no such file", "check the path")
-    if npz.recognises(path):
+    if npz.is_npy(path):
+        found = npz.read_npy(path)
+    elif npz.recognises(path):
         arrays = npz.read_arrays(path)
         if "observations" not in arrays:
             raise InputError(f"{path}: arrays", "'observations'", ", ".join(map(repr, arrays)) or "none")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valueformer.errors import InputError
 from valueformer.sources.alignment import from_step_rows, sort_rows
@@ -28,6 +29,21 @@ def recognises(path: Path) -> bool:
         return bool(archive.namelist()) and all(name.endswith(".npy") for name in archive.namelist())
 
 
+def is_npy(path: Path) -> bool:
+    """Whether a file is one array in NumPy's own format."""
+    with path.open("rb") as file:
+        return file.read(6) == b"\x93NUMPY"
+
+
+def read_npy(path: Path) -> NDArray[Any]:
+    """Read one array; objects are refused."""
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        got = "pickled Python objects, which are never read" if "allow_pickle" in str(error) else f"a damaged one ({error})"
+        raise InputError(str(path), "a complete array of numbers", got, "save array.astype(np.float32)") from None
+
+
 def read(path: Path) -> Transitions:
     """Read an NPZ archive of the fields of Transitions."""
     return from_arrays(read_arrays(path), source=str(path), form="npz")
@@ -35,26 +51,27 @@ def read(path: Path) -> Transitions:
 
 def read_arrays(path: Path) -> dict[str, Any]:
     """Read all arrays of an archive; object arrays are refused, since reading them would execute code from the file."""
-    arrays: dict[str, Any] = {}
     try:
         with np.load(path, allow_pickle=False) as archive:
-            for name in archive.files:
-                try:
-                    arrays[name] = archive[name]
-                except ValueError as error:
-                    if "allow_pickle" not in str(error):
-                        raise
-                    raise InputError(
-                        f"{path}: array {name!r}",
-                        "plain numbers or text",
-                        "pickled Python objects, which are never read because they can execute code",
-                        "save numeric arrays: array.astype(np.float32)",
-                    ) from None
+            return {name: _member(path, archive, name) for name in archive.files}
     except InputError:
         raise
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise InputError(str(path), "a complete NPZ archive", f"a damaged one ({error})", "copy or export it again") from None
-    return arrays
+
+
+def _member(path: Path, archive: Any, name: str) -> Any:
+    try:
+        return archive[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        raise InputError(
+            f"{path}: array {name!r}",
+            "plain numbers or text",
+            "pickled Python objects, which are never read because they can execute code",
+            "save numeric arrays: array.astype(np.float32)",
+        ) from None
 
 
 def from_arrays(arrays: Mapping[str, Any], *, source: str, form: str) -> Transitions:
@@ -75,9 +92,9 @@ def from_arrays(arrays: Mapping[str, Any], *, source: str, form: str) -> Transit
             f"no {', '.join(missing)} among {', '.join(map(repr, arrays)) or 'nothing'}",
             "name the arrays as in vf.Transitions; a task that never ends has terminated = all false",
         )
+    known = {name: np.asarray(value) for name, value in known.items()}
+    if len({len(np.atleast_1d(value)) for value in known.values()}) == 1:  # else Transitions names the odd one
+        known = sort_rows(known)
     if "next_observations" in known:
         return Transitions(**known, source=source, format=form)
-    lengths = {len(np.atleast_1d(value)) for value in known.values()}
-    if len(lengths) == 1:
-        known = sort_rows({name: np.asarray(value) for name, value in known.items()})
     return from_step_rows(**known, source=source, format=form)

@@ -1,0 +1,219 @@
+"""The command line: answers, JSON, exit codes, one clear line for every bad input, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.conftest import walk
+from valueformer import cli
+
+
+class Outcome:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def call(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["valueformer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(exit_.value.code or 0, captured.out, captured.err)  # pyright: ignore
+
+    return call
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return save(tmp_path / "log.npz", walk(0, (9, 8, 7)))
+
+
+def save(path: Path, data, **changes: object) -> Path:
+    names = ("observations", "next_observations", "rewards", "terminated", "truncated", "episode_ids")
+    np.savez(path, **({name: getattr(data, name) for name in names} | changes))
+    return path
+
+
+KEYS = {
+    "data", "estimand", "gamma", "num_layers", "kernel", "temperature", "step_size", "status", "message",
+    "context_td_error", "heldout", "initial_value", "seconds", "files",
+}  # fmt: skip
+
+
+def test_evaluate_json_holds_the_documented_keys_and_nothing_else_is_printed(run, log: Path, tmp_path: Path) -> None:
+    pd.DataFrame(np.zeros((2, 3)), columns=["obs_0", "obs_1", "obs_2"]).to_csv(tmp_path / "q.csv", index=False)
+    outcome = run("evaluate", log, "--gamma", "0.9", "--json", "--query", tmp_path / "q.csv", "--out", tmp_path / "out")
+    assert outcome.code == 0
+    result = json.loads(outcome.out)
+    assert set(result) >= KEYS | {"queries"}
+    assert set(result["data"]) == {"n_transitions", "n_episodes", "obs_dim", "terminated", "truncated"}
+    assert set(result["heldout"]) == {"td_error", "td_ratio", "td_ratio_constant", "tdc", "explained_variance", "n_folds"}
+    assert len(result["context_td_error"]) == result["num_layers"] == 40
+    assert set(result["initial_value"]) == {"mean", "per_episode"}
+    assert len(result["queries"]) == 2
+    assert result["queries"][0] == result["queries"][1]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "report.html",
+        "report.png",
+        "result.json",
+        "values.parquet",
+    ]
+    assert set(result["files"].values()) == {str(p) for p in (tmp_path / "out").iterdir()}
+    columns = pd.read_parquet(tmp_path / "out" / "values.parquet")
+    assert list(columns)[:6] == ["episode_id", "step", "value", "td_error", "advantage", "heldout_value"]
+    assert len(columns) == 24
+
+
+def test_evaluate_for_people_ends_with_a_verdict(run, log: Path) -> None:
+    outcome = run("evaluate", log, "--gamma", "0.9")
+    assert outcome.code == 0
+    assert "behaviour policy" in " ".join(outcome.out.split())
+    assert outcome.out.rstrip().endswith(".")
+    assert "explained variance" in outcome.out
+
+
+@pytest.mark.parametrize("layout", ["pair", "residual", "trajectory", "two_group"])
+def test_layouts_agree_with_the_fast_path(run, log: Path, layout: str) -> None:
+    arguments = ("evaluate", log, "--gamma", "0.9", "--json", "--kernel", "laplace", "--temperature", "1.5")
+    fast, literal = (json.loads(run(*arguments, "--layout", name).out) for name in ("fast", layout))
+    assert literal["layout"] == layout
+    assert literal["temperature"] == 1.5
+    np.testing.assert_allclose(literal["context_td_error"], fast["context_td_error"], rtol=1e-3)
+    assert literal["heldout"]["tdc"] == pytest.approx(fast["heldout"]["tdc"], rel=1e-3)
+
+
+def test_divergence_is_exit_code_one(run, log: Path) -> None:
+    outcome = run("evaluate", log, "--step-size", "50", "--json")
+    assert outcome.code == 1
+    result = json.loads(outcome.out)
+    assert result["status"] == "diverged"
+    assert "Do not use" in result["verdict"]
+    assert None in result["context_td_error"] or result["context_td_error"][-1] > 1e6
+
+
+def test_inspect_samples_version(run, log: Path) -> None:
+    report = json.loads(run("inspect", log, "--json").out)
+    assert {"source", "format", "n_transitions", "n_episodes", "obs_dim", "action", "terminated", "truncated",
+            "unfinished", "dropped", "problems", "reward", "length"} == set(report)  # fmt: skip
+    assert set(report["reward"]) == {"min", "max", "mean", "sd"}
+    assert set(report["length"]) == {"min", "median", "max"}
+    assert "constant observation columns" in run("inspect", "sample:button-press-v3/low").out
+    assert "Nothing odd found" in run("inspect", log).out
+    assert len(json.loads(run("samples", "--json").out)["samples"]) == 15
+    assert "sample:shelf-place-v3/medium" in run("samples").out
+    assert run("--version").out.startswith("valueformer 0.")
+
+
+def test_bench_forward_measures_ratios(run, tmp_path: Path) -> None:
+    outcome = run("bench", "forward", "--length", "300", "--dim", "5", "--layers", "8", "--json", "--out", tmp_path / "b.json")
+    assert outcome.code == 0
+    result = json.loads(outcome.out)
+    assert json.loads((tmp_path / "b.json").read_text()) == result
+    assert result["ratio"]["recompute / fast"] == pytest.approx(result["seconds"]["recompute"] / result["seconds"]["fast"])
+    assert run("bench", "forward", "--length", "50", "--layers", "2").code == 0
+
+
+def bad_cases(folder: Path) -> dict[str, list[str | Path]]:
+    data = walk(0)
+    nan = data.observations.copy()
+    nan[3, 1] = np.nan
+    infinite = data.rewards.copy()
+    infinite[4] = np.inf
+    good = save(folder / "good.npz", data)
+    (folder / "text.npz").write_text("this is not an archive\n")
+    (folder / "noise.bin").write_bytes(bytes(range(256)))
+    np.savez(folder / "objects.npz", observations=np.array([{"a": 1}], dtype=object))
+    np.savez(folder / "q2.npz", observations=np.zeros((3, 2)))
+    (folder / "file").write_text("x")
+    return {
+        "missing file": ["evaluate", folder / "none.npz"],
+        "unknown format": ["evaluate", folder / "noise.bin"],
+        "text named npz": ["evaluate", folder / "text.npz"],
+        "pickled objects": ["evaluate", folder / "objects.npz"],
+        "unequal lengths": ["evaluate", save(folder / "a.npz", data, rewards=data.rewards[:-1])],
+        "NaN observation": ["evaluate", save(folder / "b.npz", data, observations=nan)],
+        "infinite reward": ["evaluate", save(folder / "c.npz", data, rewards=infinite)],
+        "no transitions": [
+            "evaluate",
+            save(
+                folder / "d.npz",
+                data,
+                **{
+                    k: np.zeros((0, 3)) if "obs" in k else np.zeros(0)
+                    for k in ("observations", "next_observations", "rewards", "terminated", "truncated", "episode_ids")
+                },
+            ),
+        ],
+        "queries of another dimension": ["evaluate", good, "--query", folder / "q2.npz"],
+        "missing query file": ["evaluate", good, "--query", folder / "none.csv"],
+        "gamma above one": ["evaluate", good, "--gamma", "1.2"],
+        "gamma below zero": ["evaluate", good, "--gamma", "-0.1"],
+        "gamma no number": ["evaluate", good, "--gamma", "much"],
+        "gamma nan": ["evaluate", good, "--gamma", "nan"],
+        "negative temperature": ["evaluate", good, "--temperature", "-1"],
+        "unknown kernel": ["evaluate", good, "--kernel", "cubic"],
+        "unknown scaler": ["evaluate", good, "--scaler", "robust"],
+        "unknown layout": ["evaluate", good, "--layout", "pairs"],
+        "no layers": ["evaluate", good, "--layers", "0"],
+        "step size": ["evaluate", good, "--step-size", "brisk"],
+        "negative step": ["evaluate", good, "--step-size", "-1"],
+        "out is a file": ["evaluate", good, "--out", folder / "file"],
+        "out below a file": ["evaluate", good, "--out", folder / "file" / "deeper"],
+        "unknown option": ["evaluate", good, "--gama", "0.9"],
+        "unknown command": ["evaluat", good],
+        "no argument": ["evaluate"],
+        "inspect missing": ["inspect", folder / "none.npz"],
+        "unknown sample": ["inspect", "sample:pick-up"],
+        "bench length": ["bench", "forward", "--length", "one"],
+    }
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str | Path]]:
+    return bad_cases(tmp_path_factory.mktemp("bad"))
+
+
+def test_bad_input_is_one_clear_line_and_exit_two(run, cases: dict[str, list[str | Path]], tmp_path: Path) -> None:
+    for name, arguments in cases.items():
+        extra = (
+            ["--out", tmp_path / "out"]
+            if arguments[0] == "evaluate" and "--out" not in arguments and len(arguments) > 1
+            else []
+        )
+        outcome = run(*arguments, *extra)
+        assert outcome.code == 2, name
+        assert outcome.out == "", name
+        lines = outcome.err.strip().splitlines()
+        assert len(lines) == 1, (name, outcome.err)
+        assert lines[0].startswith("error: "), name
+        assert "Traceback" not in outcome.err, name
+        assert len(lines[0]) > 20, name
+        assert not (tmp_path / "out").exists(), name
+
+
+def test_unwritable_out_is_refused_before_the_work(run, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    outcome = run("evaluate", log, "--out", tmp_path / "locked" / "out")
+    assert outcome.code == 2
+    assert "a folder that can be written to" in outcome.err
+    assert not (tmp_path / "locked").exists()
+
+
+def test_the_installed_command_runs_as_a_process(log: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from valueformer.cli import main; main()"]
+    done = subprocess.run([*command, "evaluate", str(log), "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] in ("converged", "max_layers")
+    assert done.stderr == ""
+    broken = subprocess.run([*command, "inspect", str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert (broken.returncode, broken.stdout, broken.stderr.count("\n")) == (2, "", 1)

@@ -1,0 +1,180 @@
+"""Evaluating a log: folds without leakage, metrics, verdicts, stored results, pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import valueformer as vf
+from tests.conftest import walk
+from valueformer.evaluation import verdict
+from valueformer.metrics import HeldOut
+from valueformer.report import write_report
+from valueformer.results import plain, read_stored, to_json
+
+
+def goal_walk(episodes: int = 8, length: int = 15, dim: int = 2) -> vf.Transitions:
+    """Noisy walks towards the origin, reward = closeness: a value that states explain."""
+    rng = np.random.default_rng(0)
+    states, successors = [], []
+    for _ in range(episodes):
+        x = rng.uniform(-3, 3, size=dim)
+        for _ in range(length):
+            states.append(x)
+            x = 0.9 * x + 0.02 * rng.normal(size=dim)
+            successors.append(x)
+    states, successors = np.array(states), np.array(successors)
+    last = np.tile(np.arange(length) == length - 1, episodes)
+    return vf.Transitions(
+        observations=states,
+        next_observations=successors,
+        rewards=np.exp(-np.square(successors).sum(1)),
+        terminated=np.zeros(len(states)),
+        truncated=last,
+        source="walks",
+    )
+
+
+@pytest.fixture(scope="module")
+def result() -> vf.Evaluation:
+    queries = np.array([[0.0, 0.0], [3.0, 3.0]])
+    return vf.evaluate(goal_walk(), vf.ValueFormer(gamma=0.7, dtype="float64"), queries=queries)
+
+
+def test_held_out_numbers_equal_folds_done_by_hand(result: vf.Evaluation) -> None:
+    data = goal_walk()
+    held = np.empty(len(data))
+    for episode in range(8):
+        out = data.episode_ids == episode
+        model = vf.ValueFormer(gamma=0.7, dtype="float64").fit(data[~out])
+        held[out] = model.predict(data[out])
+    np.testing.assert_allclose(result.table["heldout_value"], held, rtol=1e-12)
+    assert result.heldout.n_folds == 8
+    full = vf.ValueFormer(gamma=0.7, dtype="float64").fit(data)
+    np.testing.assert_array_equal(result.table["value"], full.predict(data))
+    np.testing.assert_allclose(result.initial_value["per_episode"], full.predict(data.initial_observations))
+    assert result.initial_value["mean"] == pytest.approx(full.predict(data.initial_observations).mean())
+    assert result.queries is not None
+    np.testing.assert_array_equal(result.queries, full.predict([[0.0, 0.0], [3.0, 3.0]]))
+    advantage = result.table["advantage"]
+    assert result.heldout.td_error == pytest.approx(np.mean(advantage**2))
+    assert np.mean(result.table["td_error"] ** 2) == pytest.approx(result.context_td_error[-1])
+
+
+def test_values_are_right_on_a_system_whose_value_is_known(result: vf.Evaluation) -> None:
+    """The noise is small: V(x) is nearly the discounted sum along the deterministic contraction."""
+    data = goal_walk(episodes=30)
+    model = vf.ValueFormer(gamma=0.7, num_layers=200).fit(data)
+    x = data.observations
+    truth = sum(0.7**t * np.exp(-np.sum((0.9 ** (t + 1) * x) ** 2, axis=1)) for t in range(100))
+    assert np.sqrt(np.mean((model.predict(x) - truth) ** 2)) < 0.08 * np.std(truth)
+    assert result.heldout.tdc is not None
+    assert result.heldout.tdc < 0.05
+    assert result.heldout.explained_variance is not None
+    assert result.heldout.explained_variance > 0.98
+    assert result.verdict.startswith("These values hold on episodes left out")
+
+
+def test_no_leakage_between_folds() -> None:
+    """Rewards of a held-out episode must not reach its own held-out values."""
+    data = goal_walk()
+    changed = data.replace(rewards=np.where(data.episode_ids == 3, 1000.0, data.rewards))
+    model = vf.ValueFormer(gamma=0.7, dtype="float64")
+    before, after = vf.evaluate(data, model).table, vf.evaluate(changed, model).table
+    own = data.episode_ids == 3
+    np.testing.assert_allclose(after["heldout_value"][own], before["heldout_value"][own], rtol=1e-9)
+    assert np.abs(after["heldout_value"][~own] - before["heldout_value"][~own]).max() > 1.0
+
+
+def test_more_than_ten_episodes_make_ten_folds() -> None:
+    assert vf.evaluate(goal_walk(episodes=13), vf.ValueFormer(gamma=0.7)).heldout.n_folds == 10
+
+
+def test_one_episode_has_no_held_out_numbers() -> None:
+    result = vf.evaluate(goal_walk(episodes=1), vf.ValueFormer(gamma=0.7))
+    assert result.heldout == HeldOut(None, None, None, None, None, 0)
+    assert "single episode" in result.verdict
+    assert plain(result.table["heldout_value"])[0] is None
+
+
+def test_the_given_model_stays_unfitted_and_progress_is_reported() -> None:
+    model, seen = vf.ValueFormer(gamma=0.7), []
+    vf.evaluate(goal_walk(episodes=3), model, progress=lambda done, total: seen.append((done, total)))
+    assert not hasattr(model, "solution_")
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def held(tdc: float | None, ev: float | None) -> HeldOut:
+    return HeldOut(1.0, 0.5, 0.5, tdc, ev, 5)
+
+
+@pytest.mark.parametrize(
+    ("heldout", "status", "start"),
+    [
+        (held(0.2, 0.9), "diverged", "Do not use these values: the computation ended diverged (why)"),
+        (
+            held(1.2, 0.9),
+            "max_layers",
+            "Do not read differences between states: on episodes left out, one constant value does as well",
+        ),
+        (held(None, None), "max_layers", "A constant value explains this log exactly"),
+        (held(0.5, 0.3), "max_layers", "Read these values with caution"),
+        (held(0.95, None), "max_layers", "These values say little beyond their average"),
+        (held(0.2, 0.9), "converged", "These values hold on episodes left out: their TD error is 0.20 times"),
+        (HeldOut(None, None, None, None, None, 0), "max_layers", "With a single episode nothing could be held out"),
+    ],
+)
+def test_verdict_in_plain_words(heldout: HeldOut, status: str, start: str) -> None:
+    assert verdict(walk(0), heldout, status, "why").startswith(start)
+
+
+def test_zero_rewards_verdict() -> None:
+    assert "All rewards are zero" in vf.evaluate(walk(0).replace(rewards=np.zeros(24))).verdict
+
+
+def test_json_is_strict_and_undefined_is_null() -> None:
+    text = to_json({"a": np.float32("nan"), "b": [np.inf, np.int64(3)], "c": np.array([1.0, np.nan]), "d": (True, None, "x")})
+    assert json.loads(text) == {"a": None, "b": [None, 3], "c": [1.0, None], "d": [True, None, "x"]}
+
+
+def test_stored_results_and_pictures(result: vf.Evaluation, tmp_path: Path) -> None:
+    files = result.save(tmp_path) | write_report(tmp_path)
+    assert {Path(f).name for f in files.values()} == {p.name for p in tmp_path.iterdir()}
+    document, columns = read_stored(tmp_path)
+    assert document["verdict"] == result.verdict
+    np.testing.assert_array_equal(columns["heldout_value"], result.table["heldout_value"])
+    assert list(columns)[:6] == ["episode_id", "step", "value", "td_error", "advantage", "heldout_value"]
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.png").stat().st_size > 20_000
+    page = (tmp_path / "report.html").read_text()
+    assert result.verdict.split(":")[0] in page
+    markup = re.sub(r"<script[^>]*>.*?</script>", "", page, flags=re.DOTALL)
+    assert "<table>" in markup
+    assert not re.search(r"<(script|link|img|iframe)\b|https?://", markup)  # self-contained: works offline
+    assert not re.search(r"<script[^>]+src=", page)
+
+
+def test_pictures_of_meagre_results(tmp_path: Path) -> None:
+    """One episode, no variance, one transition: still a picture and a page."""
+    for name, data in {
+        "one": goal_walk(episodes=1),
+        "zero": walk(0).replace(rewards=np.zeros(24)),
+        "row": walk(0)[:1],
+        "ids": walk(0).replace(episode_ids=np.repeat(["<b>a</b>", "b", "c"], [9, 8, 7]), source="<script>x</script>"),
+    }.items():
+        vf.evaluate(data).save(tmp_path / name)
+        write_report(tmp_path / name)
+        assert (tmp_path / name / "report.png").stat().st_size > 5_000
+    assert "<script>x</script>" not in (tmp_path / "ids" / "report.html").read_text()
+
+
+def test_a_robot_log_is_evaluated_well() -> None:
+    """Bundled pick-place, low noise: figures of docs/results/foundation.md within rounding of another machine."""
+    result = vf.evaluate(vf.load("sample:pick-place-v3/low"), vf.ValueFormer(gamma=0.9))
+    assert result.heldout.td_ratio == pytest.approx(0.0177, rel=0.05)
+    assert result.heldout.tdc == pytest.approx(0.0823, rel=0.05)
+    assert result.heldout.explained_variance == pytest.approx(0.950, abs=0.005)
