@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 import valueformer as vf
+
+torch.set_num_threads(1)  # the matrices are small, and workers share the cores
 
 settings.register_profile("default", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,7 +26,7 @@ def walk(
     dim: int = 3,
     step: float = 0.5,
     dtype: type = np.float64,
-    **fields: object,
+    **fields: Any,
 ) -> vf.Transitions:
     """Random-walk episodes with random rewards; each ends as told ("terminated", "truncated" or "open")."""
     rng = np.random.default_rng(seed)

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import valueformer as vf
 from tests.conftest import walk
 from valueformer import cli
 
@@ -28,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(SystemExit) as exit_:
             cli.main()
         captured = capsys.readouterr()
-        return Outcome(exit_.value.code or 0, captured.out, captured.err)  # pyright: ignore
+        return Outcome(int(exit_.value.code or 0), captured.out, captured.err)
 
     return call
 
@@ -38,9 +40,10 @@ def log(tmp_path: Path) -> Path:
     return save(tmp_path / "log.npz", walk(0, (9, 8, 7)))
 
 
-def save(path: Path, data, **changes: object) -> Path:
+def save(path: Path, data: vf.Transitions, **changes: Any) -> Path:
     names = ("observations", "next_observations", "rewards", "terminated", "truncated", "episode_ids")
-    np.savez(path, **({name: getattr(data, name) for name in names} | changes))
+    arrays: dict[str, Any] = {name: getattr(data, name) for name in names} | changes
+    np.savez(path, **arrays)
     return path
 
 

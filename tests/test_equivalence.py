@@ -10,9 +10,10 @@ import valueformer as vf
 from tests import oracle
 from tests.conftest import FULL, walk
 from valueformer.kernels import RBF, ExpDot, Kernel, Laplace, Linear, Matern, RationalQuadratic, ReLU, Softmax
+from valueformer.prompt import Layout
 
-LAYOUTS = ("pair", "residual", "trajectory", "two_group")
 GAMMA = 0.9
+LAYOUTS: tuple[Layout, ...] = ("pair", "residual", "trajectory", "two_group")
 Heads = list[tuple[float, str, float]]
 KERNELS: dict[str, tuple[Kernel, Heads, bool]] = {
     "rbf": (RBF(1.3), [(1, "rbf", 1.3)], False),
@@ -178,7 +179,7 @@ def test_ungated_query_reads_the_constant_offset(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["pair", "trajectory", "two_group"])
 @pytest.mark.parametrize("name", ["rbf", "softmax-rbf", "linear"])
-def test_other_layouts_have_no_offset(name: str, layout: str) -> None:
+def test_other_layouts_have_no_offset(name: str, layout: Layout) -> None:
     kernel, _, softmax = KERNELS[name]
     data, queries = case(5, "both", False, False, np.float64)
     model = vf.construct(kernel, layout=layout, gamma=GAMMA, step_size=step_for(softmax), num_layers=6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -52,7 +54,8 @@ def test_ten_thousand_layers_reach_kernel_lstd() -> None:
     A walk that returns almost exactly to a former state has an eigenvalue near zero, whose mode decays as (1 - alpha mu)^L.
     """
     reached = 0
-    for seed in range(15):
+    seeds = range(20 if FULL else 6)
+    for seed in seeds:
         data = walk(seed, (30,), ("terminated",), step=1.0)
         _, M = td_matrix(RBF(1.0), data, 0.95)
         truth = np.linalg.solve(M, data.rewards)
@@ -70,7 +73,7 @@ def test_ten_thousand_layers_reach_kernel_lstd() -> None:
         kq = RBF(1.0)(torch.tensor(queries), torch.tensor(data.observations)).numpy()
         assert np.abs(deep.values.numpy() - kq @ truth).max() / np.abs(kq @ truth).max() < 1e-6
         assert deep.status == "converged"
-    assert reached >= 13
+    assert reached >= 0.8 * len(seeds)
 
 
 def test_ridge_limit_is_regularised_kernel_lstd() -> None:
@@ -93,6 +96,7 @@ def test_matrix_of_distinct_states_equals_the_direct_one() -> None:
         a = np.random.default_rng(0).normal(size=len(data))
         np.testing.assert_allclose(context.apply(torch.tensor(a)).numpy(), M @ a, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(context.apply_transpose(torch.tensor(a)).numpy(), M.T @ a, rtol=1e-12, atol=1e-12)
+    context = Context(RBF(1.0), data, gamma=0.8, dtype=torch.float64)
     # n states, the final one of the truncated episode in each walk, and the pairs' successors that are read
     read_pairs = int((~data.terminated[-7:]).sum())
     assert len(context.matrix) == len(data) + 2 + read_pairs
@@ -172,13 +176,13 @@ def _ugly_context(seed: int) -> vf.Transitions:
 
 
 @pytest.mark.parametrize("rule", ["fast", "safe"])
-def test_guard_leaves_no_divergence(rule: str) -> None:
+def test_guard_leaves_no_divergence(rule: Any) -> None:
     """1,000 random truncated, off-policy and degenerate contexts, every kernel in turn (THEORY section 7.3)."""
     rewinds = 0
     for seed in range(1000):
         data, kernel = ugly_context(seed), ALL_KERNELS[seed % len(ALL_KERNELS)]
         gamma = [0.5, 0.9, 0.99, 1.0][(seed // 4) % 4]
-        solution = vf.solve(kernel, data, data.next_observations, gamma=gamma, step_size=rule, num_layers=40, guard=True)  # pyright: ignore
+        solution = vf.solve(kernel, data, data.next_observations, gamma=gamma, step_size=rule, num_layers=40, guard=True)
         assert solution.status in ("converged", "max_layers"), seed
         assert bool(solution.values.isfinite().all()), seed
         assert float(solution.td_error[-1]) <= solution.stats["initial_td_error"] * (1 + 1e-9), seed

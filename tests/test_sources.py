@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -52,8 +53,8 @@ def column(name: str) -> np.ndarray:
     return np.array([row[name] for row in steps()])
 
 
-def arrays(successors: bool = True) -> dict[str, np.ndarray]:
-    out = {
+def arrays(successors: bool = True) -> dict[str, Any]:
+    out: dict[str, Any] = {
         "observations": column("obs").astype(np.float32),
         "rewards": column("reward"),
         "terminated": column("terminated"),
@@ -221,9 +222,9 @@ def write_bytes(name: str, content: bytes) -> Callable[[Path], Path]:
     return write
 
 
-def write_npz(**content: object) -> Callable[[Path], Path]:
+def write_npz(**content: Any) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        np.savez(folder / "log.npz", **content)  # pyright: ignore
+        np.savez(folder / "log.npz", **content)
         return folder / "log.npz"
 
     return write
@@ -252,7 +253,7 @@ def write_other_zip(folder: Path) -> Path:
 def write_odd_minari(folder: Path) -> Path:
     path = minari(folder, True) / "data" / "main_data.hdf5"
     with h5py.File(path, "a") as file:
-        del file["episode_3"]["truncations"]
+        del file["episode_3/truncations"]
     return path
 
 

@@ -9,7 +9,7 @@ import torch
 import valueformer as vf
 from tests.conftest import walk
 from valueformer.kernels import RBF, ExpDot, Laplace, Linear, ReLU, Softmax
-from valueformer.prompt import channel_slices
+from valueformer.prompt import Layout, channel_slices
 from valueformer.transformer import AttentionBlock
 
 LAYOUTS = ("pair", "residual", "trajectory", "two_group")
@@ -19,10 +19,10 @@ QUERIES = np.random.default_rng(9).normal(size=(4, 3))
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_batch_with_padding_equals_singles(kernel: vf.kernels.Kernel, layout: str) -> None:
+def test_batch_with_padding_equals_singles(kernel: vf.kernels.Kernel, layout: Layout) -> None:
     contexts = [walk(0), walk(1, (5,), ("truncated",)), walk(2, (3, 11), ("open", "terminated"))]
-    prompts = [vf.Prompt.from_transitions(c, QUERIES, layout=layout) for c in contexts]  # pyright: ignore
-    model = vf.construct(kernel, layout=layout, gamma=0.9, step_size=0.02, num_layers=5, ridge=0.1)  # pyright: ignore
+    prompts = [vf.Prompt.from_transitions(c, QUERIES, layout=layout) for c in contexts]
+    model = vf.construct(kernel, layout=layout, gamma=0.9, step_size=0.02, num_layers=5, ridge=0.1)
     batched = model(vf.Prompt.stack(prompts))
     for i, prompt in enumerate(prompts):
         single = model(prompt)
@@ -31,11 +31,11 @@ def test_batch_with_padding_equals_singles(kernel: vf.kernels.Kernel, layout: st
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_queries_never_affect_the_context_or_each_other(layout: str) -> None:
+def test_queries_never_affect_the_context_or_each_other(layout: Layout) -> None:
     data = walk(0)
-    model = vf.construct(RBF(1.0), layout=layout, gamma=0.9, step_size=0.05, num_layers=6)  # pyright: ignore
-    both = model(vf.Prompt.from_transitions(data, np.concatenate([QUERIES, 100 * QUERIES]), layout=layout))  # pyright: ignore
-    alone = model(vf.Prompt.from_transitions(data, QUERIES, layout=layout))  # pyright: ignore
+    model = vf.construct(RBF(1.0), layout=layout, gamma=0.9, step_size=0.05, num_layers=6)
+    both = model(vf.Prompt.from_transitions(data, np.concatenate([QUERIES, 100 * QUERIES]), layout=layout))
+    alone = model(vf.Prompt.from_transitions(data, QUERIES, layout=layout))
     torch.testing.assert_close(both.query_values[:4], alone.query_values, rtol=0, atol=1e-14)
     torch.testing.assert_close(both.td_error, alone.td_error, rtol=1e-14, atol=0)
 

@@ -95,7 +95,7 @@ def test_fields_are_kept_converted_and_frozen() -> None:
     with pytest.raises(ValueError, match="read-only"):
         data.observations[0] = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        data.rewards = np.zeros(N)  # pyright: ignore
+        data.rewards = np.zeros(N)  # pyright: ignore[reportAttributeAccessIssue]
     one_dimensional = vf.Transitions(**fields(observations=np.arange(6.0), next_observations=np.arange(6.0)))
     assert one_dimensional.obs_dim == 1
 

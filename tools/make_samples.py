@@ -211,6 +211,7 @@ def progress(items: Iterable[Sample], total: int) -> Iterable[Sample]:
 
 
 def main() -> None:
+    """Collect, check and save all fifteen files, then the manifest."""
     parser = argparse.ArgumentParser(description="Collect the MetaWorld episodes bundled with the package.")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write to (default: %(default)s)")
     out: Path = parser.parse_args().out

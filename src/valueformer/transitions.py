@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -119,6 +119,27 @@ class Transitions:
     source: str = "memory"
     format: str = "arrays"
     dropped: Mapping[str, int] = field(default_factory=dict)
+
+    if TYPE_CHECKING:  # what the generated constructor accepts, which is more than what the fields hold afterwards
+
+        def __init__(
+            self,
+            *,
+            observations: ArrayLike,
+            next_observations: ArrayLike,
+            rewards: ArrayLike,
+            terminated: ArrayLike,
+            truncated: ArrayLike | None = None,
+            actions: ArrayLike | None = None,
+            next_actions: ArrayLike | None = None,
+            discounts: ArrayLike | None = None,
+            episode_ids: ArrayLike | None = None,
+            steps: ArrayLike | None = None,
+            sample_weight: ArrayLike | None = None,
+            source: str = "memory",
+            format: str = "arrays",
+            dropped: Mapping[str, int] = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         rewards = fields.vector("rewards", self.rewards)

@@ -83,7 +83,7 @@ def from_arrays(arrays: Mapping[str, Any], *, source: str, form: str) -> Transit
             "'done' alone, which does not say whether an end is terminal",
             "rename it to the one it means; a time limit is 'truncated'",
         )
-    known = {name: value for name, value in arrays.items() if name in FIELDS and value is not None}
+    known: dict[str, Any] = {name: value for name, value in arrays.items() if name in FIELDS and value is not None}
     missing = [name for name in ("observations", "rewards", "terminated") if name not in known]
     if missing:
         raise InputError(
