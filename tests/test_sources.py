@@ -182,8 +182,12 @@ def test_every_row_is_aligned(write: Callable, successors: bool, tmp_path: Path)
     lengths, ends = np.array(LENGTHS), np.array(ENDS)
     last = step == lengths[episode] - 1
     np.testing.assert_array_equal(data.terminated, last & np.isin(ends[episode], ("term", "both")))
-    np.testing.assert_array_equal(data.truncated, last & np.isin(ends[episode], ("trunc", "both")))
-    # one state per step: the last row of a truncated or open episode has no successor, is dropped and counted
+    # one state per step: the last row of a truncated or open episode has no successor, is dropped and counted, and a
+    # truncation moves one row up with the cut
+    cut = last if successors else last & (ends[episode] == "both") | (step == lengths[episode] - 2)
+    np.testing.assert_array_equal(
+        data.truncated, cut & np.isin(ends[episode], ("trunc", "both")) & (last | (ends[episode] == "trunc"))
+    )
     lost = 0 if successors else int(np.isin(ends, ("trunc", "open")).sum())
     assert len(data) == N - lost
     assert dict(data.dropped) == ({"no next observation at the end of a record": lost} if lost else {})
@@ -257,6 +261,36 @@ def write_odd_minari(folder: Path) -> Path:
     return path
 
 
+def broken_minari(change: Callable[[h5py.File], object]) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = minari(folder, True)
+        with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
+            change(file)
+        return path
+
+    return write
+
+
+def other_actions(file: h5py.File) -> None:
+    del file["episode_2/actions"]
+    file["episode_2/actions"] = np.zeros((5, 3))
+
+
+def odd_flags(file: h5py.File) -> None:
+    del file["episode_2/terminations"]
+    file["episode_2/terminations"] = np.full(5, 2)
+
+
+def scalar_observations(file: h5py.File) -> None:
+    del file["episode_2/observations"]
+    file["episode_2/observations"] = 1.0
+
+
+def unequal_spaces(file: h5py.File) -> None:
+    del file["episode_2/observations/b"]
+    file["episode_2/observations/b"] = np.zeros((3, 2))
+
+
 def write_empty_hdf5(folder: Path) -> Path:
     h5py.File(folder / "x.hdf5", "w").close()
     return folder / "x.hdf5"
@@ -272,11 +306,23 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "prose": (write_bytes("a.csv", b"a,b\n1\n2,3,4\n"), "a damaged one"),
     "no reward column": (write_bytes("a.csv", b"obs_0,terminated\n1,0\n"), "no rewards among"),
     "no flags": (write_npz(**NO_FLAG), "no terminated among"),
-    "done alone": (write_npz(**NO_FLAG, done=GOOD["terminated"]), "'done' alone"),
+    "done alone": (write_npz(**NO_FLAG, done=GOOD["terminated"]), "got 'done', which alone does not say"),
+    "time limit under another name": (write_npz(**NO_FLAG, terminated=GOOD["terminated"], timeouts=GOOD["truncated"]), "timeouts: expected the flags"),
+    "done beside terminated": (write_bytes("a.csv", b"obs_0,reward,terminated,done\n1,0,0,1\n2,0,0,1\n"), "done: expected the flags"),
+    "duplicate names": (write_bytes("a.csv", b"obs_0,obs_0,reward,terminated\n1,2,0,0\n"), "'obs_0' 2 times"),
+    "missing string id": (write_bytes("a.csv", b"obs_0,reward,terminated,episode_id\n1,0,0,a\n2,0,0,\n"), "episode_ids: expected an id in every row"),
+    "ids beyond int64": (write_bytes("a.csv", b"obs_0,reward,terminated,episode_id\n1,0,0,9223372036854775809\n2,0,0,9223372036854775810\n"), "store|whole numbers"),
+    "ragged lists": (lambda p: pyarrow.parquet.write_table(pa.table({"obs": [[1.0], [1.0, 2.0]], "reward": [0.0, 0.0], "terminated": [0, 1]}), p / "a.parquet") or p / "a.parquet", "column obs: expected numbers, or lists of one length"),
+    "times": (lambda p: pyarrow.parquet.write_table(pa.table({"obs_0": pa.array([1, 2], pa.duration("s")), "reward": [0.0, 0.0], "terminated": [0, 1]}), p / "a.parquet") or p / "a.parquet", "column obs_0: expected numbers, got times"),
+    "null ids": (lambda p: pyarrow.parquet.write_table(pa.table({"obs_0": [1.0, 2.0], "reward": [0.0, 0.0], "terminated": [0, 1], "episode_id": pa.nulls(2)}), p / "a.parquet") or p / "a.parquet", "episode_ids"),
+    "yes and no": (write_bytes("a.csv", b"obs_0,reward,terminated\n1,0,no\n2,0,yes\n"), "terminated: expected numbers, got 'no' at position 0"),
+    "long name": (lambda p: p / ("x" * 300), "expected a path|nothing there"),
+    "no such user": (lambda p: "~nobody-of-that-name/x.csv", "expected a path"),
+    "empty name": (lambda p: "", "nothing there"),
     "text column": (write_bytes("a.csv", b"obs_0,reward,terminated\nred,1,0\nblue,1,1\n"), "column obs_0: expected numbers, got text"),
     "null observation": (write_bytes("a.csv", b"obs_0,reward,terminated\n1,1,0\n,1,1\n"), "observations: expected finite numbers"),
     "header only": (write_bytes("a.csv", b"obs_0,reward,terminated\n"), "at least one transition"),
-    "half a family": (write_bytes("a.csv", b"obs_0,obs_1,next_obs_0,reward,terminated\n1,2,3,4,0\n"), "the same 2 names as obs_"),
+    "half a family": (write_bytes("a.csv", b"obs_0,obs_1,next_obs_0,reward,terminated\n1,2,3,4,0\n"), "the same names as obs_.*, got a difference in '1'"),
     "truncated npz": (write_truncated_npz, "expected"),
     "flipped bit": (write_flipped_npz, "a damaged one"),
     "other zip": (write_other_zip, "expected one of"),
@@ -286,7 +332,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated hdf5": (write_bytes("a.hdf5", b"\x89HDF\r\n\x1a\n" + b"\0" * 50), "a readable Minari HDF5 dataset"),
     "hdf5 without episodes": (write_empty_hdf5, "groups episode_0"),
     "minari without truncations": (write_odd_minari, "episode_3: expected observations, rewards, terminations, truncations"),
-    "folder": (lambda p: p, "expected one of"),
+    "minari actions of another width": (broken_minari(other_actions), "episode_2: expected actions of shape .2,. per step, as in episode_0"),
+    "minari actions missing once": (broken_minari(lambda f: f.__delitem__("episode_0/actions")), "actions"),
+    "minari odd flags": (broken_minari(odd_flags), "episode_2: terminations: expected flags"),
+    "minari scalar observations": (broken_minari(scalar_observations), "expected one row per step"),
+    "minari unequal spaces": (broken_minari(unequal_spaces), "one length in all parts of a space"),
+    "folder": (lambda p: p, "main_data.hdf5"),
     "unknown sample": (lambda p: "sample:pick-place-v3/lowest", "one of pick-place-v3/high"),
     "wrong type": (lambda p: 3, "got int"),
 }  # fmt: skip
@@ -334,3 +385,45 @@ def test_query_files(tmp_path: Path) -> None:
         load_observations(tmp_path / "o.npy")
     with pytest.raises(vf.InputError, match="no such file"):
         load_observations(tmp_path / "none.csv")
+
+
+def test_queries_are_matched_by_name(tmp_path: Path) -> None:
+    log = pd.DataFrame({"obs_pos": [0.0, 1.0, 2.0], "obs_vel": [5.0, 6.0, 7.0], "reward": 1.0, "terminated": [0, 0, 1]})
+    data = vf.load(log)
+    assert data.obs_names == ("pos", "vel")
+    pd.DataFrame({"obs_vel": [-2.0], "obs_pos": [0.5]}).to_csv(tmp_path / "q.csv", index=False)
+    np.testing.assert_array_equal(load_observations(tmp_path / "q.csv", data.obs_names), [[0.5, -2.0]])
+    pd.DataFrame({"obs_foo": [-2.0], "obs_bar": [0.5]}).to_csv(tmp_path / "q.csv", index=False)
+    for names in (data.obs_names, None):
+        with pytest.raises(vf.InputError, match="expected those of the log: obs_"):
+            load_observations(tmp_path / "q.csv", names)
+    pd.DataFrame({"obs_1": [1.0], "obs_0": [0.0]}).to_csv(tmp_path / "q.csv", index=False)
+    np.testing.assert_array_equal(load_observations(tmp_path / "q.csv", ("0", "1")), [[0.0, 1.0]])
+
+
+def test_unused_columns_are_reported_and_odd_headers_understood() -> None:
+    frame = pd.DataFrame({"obs_0": [0.0, 1.0], " Reward": [1.0, 2.0], "Terminated": [0, 1], "note": ["a", "b"]})
+    data = vf.load(frame)
+    np.testing.assert_array_equal(data.rewards, [1.0, 2.0])
+    assert data.unused == ("note",)
+    assert [p.what for p in data.validate().problems] == ["columns not used"]
+
+
+def test_other_end_flags_are_fine_beside_the_two_that_mean_something() -> None:
+    data = vf.load({**arrays(), "dones": column("terminated")})
+    assert data.n_episodes == len(LENGTHS)
+    assert data.unused == ("dones",)
+
+
+def test_empty_episodes_of_a_minari_set_are_skipped(tmp_path: Path) -> None:
+    path = minari(tmp_path, True)
+    with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
+        group = file.create_group("episode_12")
+        for name in ("observations", "actions", "rewards", "terminations", "truncations"):
+            group[name] = np.zeros(0)
+    assert len(vf.load(path)) == N
+
+
+def test_arrow_tables_in_memory() -> None:
+    data = vf.load(pa.table(table()))
+    np.testing.assert_array_equal(data.observations, column("obs"))

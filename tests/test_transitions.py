@@ -53,7 +53,7 @@ BAD = {
         "next_observations: expected 2 columns, as in observations, got 3",
     ),
     "image observations": ({"observations": np.zeros((N, 2, 2))}, "flatten each observation"),
-    "text": ({"observations": np.full((N, 2), "a")}, "observations: expected numbers"),
+    "text": ({"observations": np.full((N, 2), "a")}, "observations: expected numbers, got 'a' at position 0"),
     "ragged": ({"observations": [[1.0]] * 5 + [[1.0, 2.0]]}, "observations: expected numbers in one rectangular array"),
     "a probability as flag": (
         {"terminated": [0, 0, 0.5, 0, 0, 0]},
@@ -62,10 +62,20 @@ BAD = {
     "two rewards": ({"rewards": np.zeros((N, 2))}, r"rewards: expected shape \(n,\) or \(n, 1\)"),
     "discount above one": ({"discounts": [1, 1, 1, 1, 1.5, 1]}, r"discounts: expected numbers in \[0, 1\], got 1.5 at row 4"),
     "negative weight": ({"sample_weight": [1, 1, -1, 1, 1, 1]}, "sample_weight: expected numbers >= 0, got -1 at row 2"),
-    "terminal inside an episode": ({"episode_ids": [0] * N}, "terminated: expected only the last row of episode"),
-    "steps that go back": ({"steps": [0, 1, 2, 0, 2, 1]}, "steps: expected increasing numbers inside episode"),
+    "terminal inside an episode": ({"episode_ids": [0] * N}, "terminated: expected only the last step of episode 0 to end it"),
+    "end before the last step": (
+        {"steps": [0, 1, 2, 0, 5, 3], "episode_ids": [0, 0, 0, 1, 1, 1]},
+        "truncated: expected only the last step",
+    ),
+    "all weights zero": ({"sample_weight": np.zeros(N)}, "sample_weight: expected at least one weight > 0"),
+    "huge ids": ({"episode_ids": np.full(N, 1e19)}, "episode_ids: expected whole numbers"),
+    "huge step": ({"steps": np.full(N, 1e300)}, "steps: expected whole numbers"),
+    "names": ({"obs_names": ["x"]}, "obs_names: expected 2 names"),
     "fractional steps": ({"steps": np.arange(N) + 0.5}, "steps: expected whole numbers"),
-    "missing episode id": ({"episode_ids": ["a", "a", "a", None, "b", "b"]}, "episode_ids: expected integers or strings"),
+    "missing episode id": (
+        {"episode_ids": ["a", "a", "a", None, "b", "b"]},
+        "episode_ids: expected an id in every row, got none at row 3",
+    ),
     "NaN action": ({"actions": with_nan((N, 1), (0, 0))}, "actions: expected finite numbers"),
 }
 
@@ -84,7 +94,10 @@ def test_input_error_survives_pickling() -> None:
 
 def test_fields_are_kept_converted_and_frozen() -> None:
     source = np.zeros((N, 2), np.float32)
-    data = vf.Transitions(**fields(observations=source, rewards=np.arange(N)[:, None], actions=np.arange(N)))
+    successors = np.zeros((N, 2), np.float32)
+    data = vf.Transitions(
+        **fields(observations=source, next_observations=successors, rewards=np.arange(N)[:, None], actions=np.arange(N))
+    )
     source[:] = 7.0  # the log does not change under a later write
     assert data.observations.dtype == np.float32
     assert data.observations.max() == 0.0
@@ -130,6 +143,26 @@ def test_episodes_are_views_and_split_and_join() -> None:
         data[data.rewards > 1e9]
     with pytest.raises(vf.InputError, match="1 of 2 parts have it"):
         vf.concatenate([data, data.replace(discounts=np.ones(24))])
+
+
+def test_any_order_of_rows_keeps_its_meaning() -> None:
+    """Permuted, reversed or resampled rows are Transitions again, with the same returns."""
+    data = walk(0, discounts=np.random.default_rng(0).uniform(size=24))
+    values = data.monte_carlo_returns(0.9).values
+    rng = np.random.default_rng(1)
+    for rows in (rng.permutation(24), np.arange(24)[::-1], rng.integers(0, 24, size=200)):
+        part = data[rows]
+        if len(rows) == 24:
+            np.testing.assert_allclose(part.monte_carlo_returns(0.9).values, values[rows])
+            assert sorted(part.initial_rows) == sorted(np.flatnonzero(part.steps == 0))
+            np.testing.assert_array_equal(
+                np.sort(part.initial_observations, axis=0), np.sort(data.initial_observations, axis=0)
+            )
+        again = part.replace(rewards=part.rewards)
+        vf.ValueFormer(gamma=0.9).fit(again)
+        vf.solve(vf.kernels.RBF(1.0), data[::-1], gamma=0.9, step_size=0.01, num_layers=2)
+    twice = data[[0, 0, 1, 1, 1]].validate().problems
+    assert {p.what: p.count for p in twice}["rows with the same episode and step"] == 3
 
 
 def test_interleaved_string_ids() -> None:

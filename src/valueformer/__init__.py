@@ -11,12 +11,13 @@ from valueformer.construction import construct
 from valueformer.errors import InputError, MissingExtraError
 from valueformer.estimator import DivergenceWarning, ValueFormer
 from valueformer.evaluation import evaluate
+from valueformer.inspection import DataReport
 from valueformer.prompt import Prompt
 from valueformer.results import Evaluation
 from valueformer.solvers import Solution, solve
 from valueformer.sources import load
 from valueformer.transformer import Transformer
-from valueformer.transitions import DataReport, Transitions, concatenate
+from valueformer.transitions import Transitions, concatenate
 from valueformer.version import __version__
 
 load_model = ValueFormer.load

@@ -6,7 +6,7 @@ Without a target policy everything computed from them concerns the BEHAVIOUR pol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from valueformer import fields
 from valueformer.errors import InputError
+from valueformer.inspection import DataReport, inspect
 
-__all__ = ["DataReport", "Problem", "Returns", "Transitions", "concatenate"]
+__all__ = ["Returns", "Transitions", "concatenate"]
 
 Array = NDArray[Any]
 _ARRAYS = (
@@ -45,44 +46,6 @@ class Returns(NamedTuple):
     """``(n,)`` weight in [0, 1] of the value of the state where the record stops; 0 when a terminal is reached."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One finding about the data: what it is, how many rows or columns, where first, and what to do."""
-
-    what: str
-    count: int
-    first: str
-    mend: str
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What a log contains and what is odd about it. JSON-ready through :meth:`to_dict`."""
-
-    source: str
-    format: str
-    n_transitions: int
-    n_episodes: int
-    obs_dim: int
-    action: str
-    terminated: int
-    truncated: int
-    unfinished: int
-    dropped: Mapping[str, int]
-    problems: tuple[Problem, ...]
-    reward: Mapping[str, float]
-    length: Mapping[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists, numbers and strings."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {
-            "dropped": dict(self.dropped),
-            "problems": [dataclasses.asdict(problem) for problem in self.problems],
-            "reward": dict(self.reward),
-            "length": dict(self.length),
-        }
-
-
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Transitions:
     """Logged transitions, one row each.
@@ -98,8 +61,11 @@ class Transitions:
     - ``discounts``: ``(n,)`` in [0, 1], multiply gamma per transition; None = 1.
     - ``episode_ids``: ``(n,)`` integers or strings. None: an episode ends after each terminated or truncated row,
       and nowhere else.
-    - ``steps``: ``(n,)`` integers, increasing inside an episode; None: counted from 0.
-    - ``sample_weight``: ``(n,)`` finite and >= 0; None = 1.
+    - ``steps``: ``(n,)`` integers that order the rows of an episode; None: counted from 0 in order of appearance.
+    - ``sample_weight``: ``(n,)`` finite and >= 0, not all 0; None = 1.
+    - ``obs_names``: d names of features, where the source has them; queries are matched by them.
+    - ``source``, ``format``, ``dropped`` (reason: rows), ``unused`` (names of columns): where the data come from and what
+      was left out.
 
     Raises :class:`~valueformer.errors.InputError` naming the field, what was expected and got, and the mend.
     ``data[mask | slice | indices]`` is again Transitions; slices share memory.
@@ -116,9 +82,11 @@ class Transitions:
     episode_ids: Array = None  # pyright: ignore[reportAssignmentType]
     steps: Array = None  # pyright: ignore[reportAssignmentType]
     sample_weight: Array | None = None
+    obs_names: tuple[str, ...] | None = None
     source: str = "memory"
     format: str = "arrays"
     dropped: Mapping[str, int] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # what the generated constructor accepts, which is more than what the fields hold afterwards
 
@@ -136,9 +104,11 @@ class Transitions:
             episode_ids: ArrayLike | None = None,
             steps: ArrayLike | None = None,
             sample_weight: ArrayLike | None = None,
+            obs_names: Sequence[str] | None = None,
             source: str = "memory",
             format: str = "arrays",
             dropped: Mapping[str, int] = ...,
+            unused: Sequence[str] = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -146,14 +116,12 @@ class Transitions:
         n = len(rewards)
         if n == 0:
             raise InputError("rewards", "at least one transition", "none", "check the file and its filters")
-        set_ = lambda name, value: object.__setattr__(self, name, _frozen(value))  # noqa: E731
-        set_("rewards", fields.finite("rewards", fields.length("rewards", rewards, n)))
-        observations = fields.finite(
-            "observations", fields.length("observations", fields.matrix("observations", self.observations), n)
-        )
-        set_("terminated", fields.length("terminated", fields.flags("terminated", self.terminated), n))
+        self._set("rewards", fields.finite("rewards", rewards))
+        observations = fields.length("observations", fields.matrix("observations", self.observations), n)
+        self._set("terminated", fields.length("terminated", fields.flags("terminated", self.terminated), n))
         truncated = np.zeros(n, bool) if self.truncated is None else fields.flags("truncated", self.truncated)
-        set_("truncated", fields.length("truncated", truncated, n))
+        self._set("truncated", fields.length("truncated", truncated, n))
+
         successors = fields.length("next_observations", fields.matrix("next_observations", self.next_observations), n)
         if successors.shape[1] != observations.shape[1]:
             raise InputError(
@@ -164,71 +132,57 @@ class Transitions:
             )
         if self.terminated.any():  # s' := s where no successor exists: never read, but always finite
             successors = np.where(self.terminated[:, None] & ~np.isfinite(successors), observations, successors)
-        set_("observations", observations)
-        set_("next_observations", fields.finite("next_observations", successors.astype(observations.dtype, copy=False)))
+        dtype = np.result_type(observations, successors)
+        self._set("observations", fields.finite("observations", observations).astype(dtype, copy=False))
+        self._set("next_observations", fields.finite("next_observations", successors).astype(dtype, copy=False))
         for name in ("actions", "next_actions"):
             if (value := getattr(self, name)) is not None:
-                set_(name, fields.finite(name, fields.length(name, fields.matrix(name, value), n)))
-        if self.discounts is not None:
-            discounts = fields.finite("discounts", fields.length("discounts", fields.vector("discounts", self.discounts), n))
-            fields.within("discounts", discounts, 0.0, 1.0)
-            set_("discounts", discounts)
-        if self.sample_weight is not None:
-            weight = fields.finite(
-                "sample_weight", fields.length("sample_weight", fields.vector("sample_weight", self.sample_weight), n)
-            )
-            fields.within("sample_weight", weight, 0.0, np.inf)
-            set_("sample_weight", weight)
-        self._set_episodes(n, set_)
+                self._set(name, fields.finite(name, fields.length(name, fields.matrix(name, value), n)))
+        for name, high in (("discounts", 1.0), ("sample_weight", np.inf)):
+            if (value := getattr(self, name)) is not None:
+                array = fields.finite(name, fields.length(name, fields.vector(name, value), n))
+                fields.within(name, array, 0.0, high)
+                self._set(name, array)
+        if self.sample_weight is not None and not self.sample_weight.any():
+            raise InputError("sample_weight", "at least one weight > 0", "only zeros")
+        self._set_episodes(n)
+        if self.obs_names is not None:
+            object.__setattr__(self, "obs_names", tuple(map(str, self.obs_names)))
+            if len(self.obs_names) != self.obs_dim:
+                raise InputError("obs_names", f"{self.obs_dim} names, one per feature", str(len(self.obs_names)))
+        # a path may hold bytes that are no text; reports and JSON need text
+        object.__setattr__(self, "source", str(self.source).encode("utf-8", "replace").decode())
         object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
+        object.__setattr__(self, "unused", tuple(self.unused))
 
-    def _set_episodes(self, n: int, set_: Any) -> None:
+    def _set(self, name: str, value: Array) -> None:
+        object.__setattr__(self, name, _frozen(value))
+
+    def _set_episodes(self, n: int) -> None:
         ends = self.terminated | self.truncated
         if self.episode_ids is None:
-            set_("episode_ids", np.concatenate([[0], np.cumsum(ends[:-1])]).astype(np.int64))
+            self._set("episode_ids", np.concatenate([[0], np.cumsum(ends[:-1])]).astype(np.int64))
         else:
-            ids = np.asarray(self.episode_ids).reshape(-1) if np.ndim(self.episode_ids) > 1 else np.asarray(self.episode_ids)
-            if ids.dtype.kind == "f" and np.array_equal(ids, np.round(ids)):
-                ids = ids.astype(np.int64)
-            if ids.dtype.kind not in "iubU":
-                ids = ids.astype(str) if ids.dtype.kind in "OST" and not fields.has_missing(ids) else ids
-            if ids.dtype.kind not in "iubU":
-                raise InputError("episode_ids", "integers or strings without gaps", f"dtype {ids.dtype}", "fill missing ids")
-            set_("episode_ids", fields.length("episode_ids", ids, n))
+            ids = fields.identifiers("episode_ids", self.episode_ids)
+            self._set("episode_ids", fields.length("episode_ids", ids, n))
         if self.steps is None:
             steps = np.empty(n, np.int64)
             for rows in self.episode_rows:
                 steps[rows] = np.arange(len(steps[rows]))
-            set_("steps", steps)
+            self._set("steps", steps)
         else:
-            steps = fields.vector("steps", self.steps)
-            if not np.array_equal(steps, np.round(steps)):
-                raise InputError("steps", "whole numbers", "fractions or NaN", "number the steps of each episode from 0")
-            set_("steps", fields.length("steps", steps.astype(np.int64), n))
+            self._set("steps", fields.length("steps", fields.whole("steps", self.steps), n))
         for rows in self.episode_rows:
-            self._check_episode(rows, ends)
-
-    def _check_episode(self, rows: slice | Array, ends: Array) -> None:
-        name = self.episode_ids[rows][0]
-        early = np.flatnonzero(ends[rows][:-1])
-        if len(early):
-            row = int(np.arange(len(ends))[rows][early[0]])
-            flag = "terminated" if self.terminated[row] else "truncated"
-            raise InputError(
-                flag,
-                f"only the last row of episode {name!r} to end it",
-                f"{flag} at row {row} with {len(ends[rows]) - 1 - early[0]} rows of the episode after it",
-                "give each episode its own id, or leave episode_ids out so that flags end episodes",
-            )
-        backwards = np.flatnonzero(np.diff(self.steps[rows]) <= 0)
-        if len(backwards):
-            row = int(np.arange(len(ends))[rows][backwards[0] + 1])
-            raise InputError(
-                "steps",
-                f"increasing numbers inside episode {name!r}",
-                f"no increase at row {row}",
-                "sort rows by episode, step",
-            )
+            steps = self.steps[rows]
+            early = np.flatnonzero(ends[rows] & (steps < steps.max()))
+            if len(early):
+                row = int(np.arange(n)[rows][early[0]])
+                raise InputError(
+                    "terminated" if self.terminated[row] else "truncated",
+                    f"only the last step of episode {self.episode_ids[row].item()!r} to end it",
+                    f"an end at row {row} and later steps after it",
+                    "give each episode its own id, or leave episode_ids out so that flags end episodes",
+                )
 
     # -- shape ------------------------------------------------------------------------------------------------------------
 
@@ -261,18 +215,26 @@ class Transitions:
         rows = index if isinstance(index, slice) else np.atleast_1d(np.asarray(index))
         if not isinstance(rows, slice) and rows.dtype.kind not in "biu" and rows.size:
             raise InputError("index", "a slice, a boolean mask or integer indices", f"dtype {rows.dtype}")
-        taken = object.__new__(Transitions)  # rows of validated data need no second validation
-        for name in _ARRAYS:
-            value = getattr(self, name)
-            if value is not None:
-                value = value[rows]
-                value.flags.writeable = False
-            object.__setattr__(taken, name, value)
-        for name in ("source", "format", "dropped"):
-            object.__setattr__(taken, name, getattr(self, name))
-        if len(taken) == 0:
+        if len(self.rewards[rows]) == 0:
             raise InputError("index", "at least one row", "none", "check the mask")
-        return taken
+        return self._trusted(**{n: None if (a := getattr(self, n)) is None else a[rows] for n in _ARRAYS})
+
+    def _trusted(self, **arrays: Array | None) -> Transitions:
+        """Return a copy with other arrays, whose validity the caller answers for: rows of valid data need no second check."""
+        new = object.__new__(Transitions)
+        for f in dataclasses.fields(self):
+            value = arrays.get(f.name, getattr(self, f.name))
+            if isinstance(value, np.ndarray):
+                value = np.ascontiguousarray(value) if any(stride < 0 for stride in value.strides) else value.view()
+                value.flags.writeable = False
+            object.__setattr__(new, f.name, value)
+        return new
+
+    def with_numbers(self, *, observations: Array, next_observations: Array, rewards: Array) -> Transitions:
+        """Return the same rows and episodes with transformed states (n, d) and rewards (n,), which must be finite."""
+        for name, array in (("observations", observations), ("next_observations", next_observations), ("rewards", rewards)):
+            fields.length(name, fields.finite(name, array), len(self))
+        return self._trusted(observations=observations, next_observations=next_observations, rewards=rewards, obs_names=None)
 
     def episodes(self) -> Iterator[Transitions]:
         """Yield each episode as Transitions; contiguous episodes are views."""
@@ -290,8 +252,14 @@ class Transitions:
 
     @property
     def initial_observations(self) -> Array:
-        """``(n_episodes, d)`` observation of each episode's first row."""
-        return np.stack([self.observations[rows][0] for rows in self.episode_rows])
+        """``(n_episodes, d)`` observation of each episode's first step."""
+        return self.observations[self.initial_rows]
+
+    @cached_property
+    def initial_rows(self) -> NDArray[np.int64]:
+        """``(n_episodes,)`` row of each episode's first step."""
+        index = np.arange(len(self))
+        return np.array([index[rows][np.argmin(self.steps[rows])] for rows in self.episode_rows])
 
     def discount(self, gamma: float) -> NDArray[np.float64]:
         """Return ``gamma_i = gamma * discounts_i * (1 - terminated_i)``, ``(n,)``."""
@@ -304,8 +272,11 @@ class Transitions:
         follower = np.full(len(self), -1, np.int64)
         for rows in self.episode_rows:
             index = np.arange(len(self))[rows]
-            adjacent = np.diff(self.steps[rows]) == 1
-            follower[index[:-1][adjacent]] = index[1:][adjacent]
+            index = index[np.argsort(self.steps[rows], kind="stable")]
+            step = self.steps[index]
+            position = np.minimum(np.searchsorted(step, step + 1), len(step) - 1)
+            found = step[position] == step + 1
+            follower[index[found]] = index[position[found]]
         return follower
 
     def monte_carlo_returns(self, gamma: float) -> Returns:
@@ -325,73 +296,29 @@ class Transitions:
 
     def validate(self) -> DataReport:
         """Report what the log contains and every oddity that a person should know of."""
-        last = np.array([np.arange(len(self))[rows][-1] for rows in self.episode_rows])
-        unfinished = last[~(self.terminated | self.truncated)[last]]
-        lengths = np.array([len(self.rewards[rows]) for rows in self.episode_rows])
-        rewards = self.rewards.astype(np.float64)
-        action = "none" if self.actions is None else f"{self.actions.shape[1]} columns, {self.actions.dtype}"
-        return DataReport(
-            source=self.source,
-            format=self.format,
-            n_transitions=len(self),
-            n_episodes=self.n_episodes,
-            obs_dim=self.obs_dim,
-            action=action,
-            terminated=int(self.terminated.sum()),
-            truncated=int(self.truncated.sum()),
-            unfinished=len(unfinished),
-            dropped=self.dropped,
-            problems=tuple(self._problems(unfinished)),
-            reward={name: float(getattr(np, name)(rewards)) for name in ("min", "max", "mean")} | {"sd": float(rewards.std())},
-            length={"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
-        )
-
-    def _problems(self, unfinished: Array) -> Iterator[Problem]:
-        for reason, count in self.dropped.items():
-            yield Problem(f"dropped rows: {reason}", count, "", "store the final observation of each episode")
-        if len(unfinished):
-            yield Problem(
-                "episodes without an end flag",
-                len(unfinished),
-                f"row {unfinished[0]}",
-                "treated as cut off (bootstrapped); set terminated or truncated on their last row",
-            )
-        continued = np.flatnonzero(self.follower >= 0)
-        mismatch = continued[(self.next_observations[continued] != self.observations[self.follower[continued]]).any(axis=1)]
-        if len(mismatch):
-            yield Problem(
-                "next observation differs from the following row's observation",
-                len(mismatch),
-                f"row {mismatch[0]}",
-                "harmless if the log is subsampled on purpose, else observations are misaligned",
-            )
-        both = np.flatnonzero(self.terminated & self.truncated)
-        if len(both):
-            yield Problem("terminated and truncated on one row", len(both), f"row {both[0]}", "counted as terminated")
-        constant = np.flatnonzero((self.observations == self.observations[0]).all(axis=0))
-        if len(constant):
-            yield Problem("constant observation columns", len(constant), f"column {constant[0]}", "harmless; may be dropped")
-        duplicates = _duplicate_columns(self.observations, skip=constant)
-        if duplicates:
-            a, b = duplicates[0]
-            yield Problem("duplicate observation columns", len(duplicates), f"column {b} = {a}", "harmless; may be dropped")
-        if not self.rewards.any():
-            yield Problem("all rewards are zero", len(self), "row 0", "the value is zero everywhere; check the reward column")
+        return inspect(self)
 
 
-def concatenate(parts: Sequence[Transitions]) -> Transitions:
+def concatenate(parts: Iterable[Transitions]) -> Transitions:
     """Join logs row by row; episodes are renumbered so that equal ids in two parts stay two episodes.
 
     Optional fields must be present in all parts or in none; raises InputError otherwise.
     """
-    if not parts:
-        raise InputError("parts", "at least one Transitions", "none")
+    parts = list(parts)
+    if not parts or not all(isinstance(part, Transitions) for part in parts):
+        raise InputError("parts", "at least one Transitions, and nothing else", str([type(part).__name__ for part in parts]))
+    for what in ("obs_dim", "obs_names"):
+        if len({getattr(part, what) for part in parts}) > 1:
+            raise InputError("parts", f"one {what}", str([getattr(part, what) for part in parts]), "same features in all")
     arrays: dict[str, Any] = {}
     for name in _ARRAYS:
         present = [getattr(part, name) is not None for part in parts]
         if any(present) and not all(present):
             raise InputError(name, "the field in every part or in none", f"{sum(present)} of {len(parts)} parts have it")
         if all(present) and name != "episode_ids":
+            widths = {getattr(part, name).shape[1:] for part in parts}
+            if len(widths) > 1:
+                raise InputError(name, "one width in all parts", str(sorted(widths)))
             arrays[name] = np.concatenate([getattr(part, name) for part in parts])
     ids, offset = [], 0
     for part in parts:
@@ -404,7 +331,9 @@ def concatenate(parts: Sequence[Transitions]) -> Transitions:
             dropped[reason] = dropped.get(reason, 0) + count
     source = ", ".join(dict.fromkeys(part.source for part in parts))
     form = ", ".join(dict.fromkeys(part.format for part in parts))
-    return Transitions(episode_ids=np.concatenate(ids), source=source, format=form, dropped=dropped, **arrays)
+    unused = tuple(dict.fromkeys(name for part in parts for name in part.unused))
+    about: dict[str, Any] = {"source": source, "format": form, "dropped": dropped, "unused": unused}
+    return Transitions(episode_ids=np.concatenate(ids), obs_names=parts[0].obs_names, **about, **arrays)
 
 
 def _frozen(array: Array) -> Array:
@@ -412,16 +341,3 @@ def _frozen(array: Array) -> Array:
     array = (array.copy() if array.flags.writeable else array).view()
     array.flags.writeable = False
     return array
-
-
-def _duplicate_columns(matrix: Array, skip: Array) -> list[tuple[int, int]]:
-    """Return pairs (kept, duplicate) of equal columns, in order, leaving out ``skip``."""
-    seen: dict[bytes, int] = {}
-    pairs = []
-    for column in np.setdiff1d(np.arange(matrix.shape[1]), skip):
-        key = np.ascontiguousarray(matrix[:, column]).tobytes()
-        if key in seen:
-            pairs.append((seen[key], int(column)))
-        else:
-            seen[key] = int(column)
-    return pairs

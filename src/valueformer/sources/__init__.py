@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,33 +53,56 @@ def load(source: Any) -> Transitions:
         return source
     if isinstance(source, Mapping):
         return npz.from_arrays(source, source="memory", form="arrays")
-    if hasattr(source, "columns") and not isinstance(source, (str, os.PathLike)):
+    if isinstance(source, (str, os.PathLike)):
+        scheme, colon, rest = str(source).partition(":")
+        if colon and scheme in SCHEMES:
+            return SCHEMES[scheme](rest)
+        return _load_path(Path(source))
+    if hasattr(source, "column_names"):  # an Arrow table
+        return tables.from_columns(tables.table_columns(source, "Table in memory"), source="Table in memory", form="table")
+    if hasattr(source, "columns"):
         return tables.from_frame(source)
-    if not isinstance(source, (str, os.PathLike)):
-        raise InputError("data", "a path, a data frame, a mapping of arrays or Transitions", type(source).__name__)
-    scheme, colon, rest = str(source).partition(":")
-    if colon and scheme in SCHEMES:
-        return SCHEMES[scheme](rest)
-    path = Path(source).expanduser()
-    if not path.exists():
+    raise InputError("data", "a path, a table, a mapping of arrays or Transitions", type(source).__name__)
+
+
+def _load_path(path: Path) -> Transitions:
+    shown = str(path) or "''"
+    try:
+        path = path.expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:
+        raise InputError(shown, "a path", str(error), "check the path") from None
+    if not exists or not str(path).strip("."):
         mend = "check the path; bundled logs are listed by `valueformer samples`"
-        raise InputError(str(source), "an existing file or folder", "nothing there", mend)
+        raise InputError(shown, "an existing file or folder", "nothing there", mend)
     if not os.access(path, os.R_OK):
-        raise InputError(str(source), "a readable file", "no permission to read it")
+        raise InputError(shown, "a readable file", "no permission to read it")
     for candidate in FILES:
         if candidate.recognises(path):
-            return candidate.read(path)
+            try:
+                return candidate.read(path)
+            except InputError as error:  # name the file, once
+                if str(path) in error.what:
+                    raise
+                raise InputError(f"{path}: {error.what}", error.expected, error.got, error.mend) from None
+    if path.is_dir():
+        raise InputError(shown, "a folder with data/main_data.hdf5 (Minari)", "another folder", "name the file inside it")
     kind = "an empty file" if path.is_file() and path.stat().st_size == 0 else "unknown content"
-    raise InputError(str(source), f"one of {', '.join(s.name for s in FILES)}", kind, "convert it to Parquet, CSV or NPZ")
+    raise InputError(shown, f"one of {', '.join(s.name for s in FILES)}", kind, "convert it to Parquet, CSV or NPZ")
 
 
-def load_observations(path: Path) -> NDArray[Any]:
+def load_observations(path: Path, names: Sequence[str] | None = None) -> NDArray[Any]:
     """Read states ``(m, d)`` to ask about: an array ``observations`` in NPZ or NPY, or ``obs_*`` columns of a table.
 
-    Raises InputError where there is no file, no such array or column, or a number is not finite.
+    Columns are matched to ``names``, the features of the log, where it has them; otherwise they must be numbered. Raises
+    InputError where there is no such file, array or column, or a number is not finite.
     """
-    if not path.is_file():
-        raise InputError(str(path), "a file of observations", "no such file", "check the path")
+    try:
+        readable = path.is_file()
+    except OSError:
+        readable = False
+    if not readable:
+        raise InputError(str(path) or "''", "a file of observations", "no such file", "check the path")
     if npz.is_npy(path):
         found = npz.read_npy(path)
     elif npz.recognises(path):
@@ -89,5 +112,11 @@ def load_observations(path: Path) -> NDArray[Any]:
         found = arrays["observations"]
     else:
         columns = tables.read_columns(path)
-        found = tables.gather(columns, "obs", source=str(path))
+        given = tables.suffixes(columns, "obs")
+        wanted = list(names) if names is not None else [str(i) for i in range(len(given))]
+        if given and given != [""] and set(given) != set(wanted):
+            shown = ", ".join(f"obs_{name}" for name in wanted[:4]) + (" .." if len(wanted) > 4 else "")
+            got = ", ".join(f"obs_{name}" for name in given[:4]) + (" .." if len(given) > 4 else "")
+            raise InputError(f"{path}: columns", f"those of the log: {shown}", got, "name them alike; the order is free")
+        found = tables.gather(columns, "obs", source=str(path), order=None if given == [""] else wanted if given else None)
     return fields.finite(f"{path}: observations", fields.matrix(f"{path}: observations", found))

@@ -32,6 +32,9 @@ def from_step_rows(observations: Any, rewards: Any, terminated: Any, **optional:
         **optional,
     )
     followed = rows.follower >= 0
+    # Where the last row is dropped, the record is cut one row earlier: its flag moves with the cut.
+    cut = rows.truncated.copy()
+    cut[followed] |= (rows.truncated & (rows.follower < 0) & ~rows.terminated)[rows.follower[followed]]
     if not (keep := followed | rows.terminated).any():
         raise InputError("observations", "episodes of at least two rows, or next observations", "no row with a successor")
     successors = rows.observations.copy()
@@ -39,7 +42,7 @@ def from_step_rows(observations: Any, rewards: Any, terminated: Any, **optional:
     dropped = dict(rows.dropped)
     if missing := int((~keep).sum()):
         dropped["no next observation at the end of a record"] = missing
-    return rows.replace(next_observations=successors, dropped=dropped)[keep]
+    return rows[keep].replace(next_observations=successors[keep], truncated=cut[keep], dropped=dropped)
 
 
 def sort_rows(columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from valueformer import fields
 from valueformer.errors import InputError, MissingExtraError
 from valueformer.transitions import Transitions
 
@@ -41,47 +42,58 @@ def read(path: Path) -> Transitions:
         import h5py
     except ImportError:
         raise MissingExtraError("h5py", "minari") from None
-    file = _file(path)
     try:
-        with h5py.File(file, "r") as root:
+        with h5py.File(_file(path), "r") as root:
             groups = {int(m[1]): root[name] for name in map(str, root) if (m := re.fullmatch(r"episode_(\d+)", name))}
-            if not groups:
-                raise InputError(str(path), "groups episode_0, episode_1, ..", f"{list(root)[:4]}", "is it a Minari dataset?")
-            parts, dropped = [], 0
-            for index in sorted(groups):
-                episode, lost = _episode(groups[index], f"{path}: episode_{index}")
-                dropped += lost
-                if len(episode["rewards"]):
-                    parts.append((index, episode))
-    except (OSError, KeyError, RuntimeError) as error:
-        raise InputError(str(path), "a readable Minari HDF5 dataset", str(error).splitlines()[0], "download it again") from None
+            episodes = {index: _episode(groups[index], f"{path}: episode_{index}") for index in sorted(groups)}
+            found = list(root)[:4]
+    except InputError:
+        raise
+    except Exception as error:  # HDF5 reports damage as OSError, KeyError, RuntimeError, ValueError or TypeError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(str(path), "a readable Minari HDF5 dataset", reason, "download it again") from None
+    if not episodes:
+        raise InputError(str(path), "groups episode_0, episode_1, ..", f"{found}", "is it a Minari dataset?")
+    parts = {index: arrays for index, (arrays, _) in episodes.items() if len(arrays["rewards"])}
     if not parts:
-        raise InputError(str(path), "at least one transition", "none")
-    arrays: dict[str, Any] = {name: np.concatenate([e[name] for _, e in parts]) for name in parts[0][1]}
-    arrays["episode_ids"] = np.repeat([i for i, _ in parts], [len(e["rewards"]) for _, e in parts])
-    lost_rows = {"no next observation at the end of a record": dropped} if dropped else {}
-    return Transitions(**arrays, source=str(path), format="minari-hdf5", dropped=lost_rows)
+        raise InputError(str(path), "at least one transition with its next observation", "none")
+    first_index, first = next(iter(parts.items()))
+    for index, arrays in parts.items():
+        shapes, wanted = ({n: a.shape[1:] for n, a in part.items()} for part in (arrays, first))
+        if shapes != wanted:
+            odd = next(n for n in sorted({*shapes, *wanted}) if shapes.get(n) != wanted.get(n))
+            expected = f"{odd} of shape {wanted.get(odd)} per step, as in episode_{first_index}"
+            raise InputError(f"{path}: episode_{index}", expected, str(shapes.get(odd)), "all episodes need the same spaces")
+    columns: dict[str, Any] = {name: np.concatenate([arrays[name] for arrays in parts.values()]) for name in first}
+    columns["episode_ids"] = np.repeat(list(parts), [len(arrays["rewards"]) for arrays in parts.values()])
+    lost = sum(dropped for _, dropped in episodes.values())
+    dropped = {"no next observation at the end of a record": lost} if lost else {}
+    return Transitions(**columns, source=str(path), format="minari-hdf5", dropped=dropped)
 
 
 def _episode(group: Any, where: str) -> tuple[dict[str, NDArray[Any]], int]:
+    """Return an episode's arrays, one row per transition, and the number of rows that had no next observation."""
     missing = [n for n in ("observations", "rewards", "terminations", "truncations") if n not in group]
     if missing:
         raise InputError(where, "observations, rewards, terminations, truncations", f"no {', '.join(missing)}")
     rewards = np.asarray(group["rewards"]).reshape(-1)
-    observations = _flatten(group["observations"], where)
-    terminated = np.asarray(group["terminations"], dtype=bool).reshape(-1)
-    truncated = np.asarray(group["truncations"], dtype=bool).reshape(-1)
     steps = len(rewards)
+    if steps == 0:
+        return {"rewards": rewards}, 0
+    observations = _flatten(group["observations"], where)
+    terminated = fields.flags(f"{where}: terminations", np.asarray(group["terminations"]).reshape(-1))
+    truncated = fields.flags(f"{where}: truncations", np.asarray(group["truncations"]).reshape(-1))
     if len(observations) not in (steps, steps + 1) or len(terminated) != steps or len(truncated) != steps:
         got = f"{len(observations)} observations, {len(terminated)} terminations, {len(truncated)} truncations"
         raise InputError(where, f"T + 1 (or T) observations and T flags for T = {steps} rewards", got)
     kept = steps
     successors = observations[1:]
-    if len(observations) == steps and steps:
+    if len(observations) == steps:
         if terminated[-1]:  # never read
             successors = np.concatenate([successors, observations[-1:]])
-        else:
+        else:  # the record is cut one step earlier, and so is its flag
             kept -= 1
+            truncated[max(kept - 1, 0)] |= truncated[-1]
     episode = {
         "observations": observations[:kept],
         "next_observations": successors[:kept],
@@ -90,17 +102,21 @@ def _episode(group: Any, where: str) -> tuple[dict[str, NDArray[Any]], int]:
         "truncated": truncated[:kept],
     }
     if "actions" in group:
-        episode["actions"] = _flatten(group["actions"], where)[:kept]
+        episode["actions"] = fields.length(f"{where}: actions", _flatten(group["actions"], where), steps)[:kept]
     return episode, steps - kept
 
 
 def _flatten(node: Any, where: str) -> NDArray[Any]:
     if hasattr(node, "keys"):
         parts = [_flatten(node[key], where) for key in sorted(node, key=_natural)]
+        if len({len(part) for part in parts}) != 1:
+            raise InputError(where, "one length in all parts of a space", str([len(part) for part in parts]))
         return np.concatenate(parts, axis=1)
     array = np.asarray(node)
     if array.dtype.kind not in "fiub":
         raise InputError(where, "numeric observations and actions", f"dtype {array.dtype}", "leave text features out")
+    if array.ndim == 0:
+        raise InputError(where, "one row per step", "a single number")
     return array.reshape(len(array), -1)
 
 
