@@ -5,6 +5,7 @@ Exit 0: done. Exit 1: a result whose status is diverged or singular. Exit 2: bad
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +15,23 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from valueformer.errors import InputError, MissingExtraError
 
 app = typer.Typer(
     name="valueformer",
     help="Policy evaluation by in-context learning: values of a log's policy, with no training.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Ratios measured in one run on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(help="Ratios measured in one run on this machine.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of it that newer versions of typer carry
+
+OUTPUTS = ("values.parquet", "result.json", "report.png", "report.html")
 
 Data = Annotated[str, typer.Argument(help="A file, a folder, or sample:NAME (see `valueformer samples`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -88,7 +91,7 @@ def evaluate(
         layout=layout,  # pyright: ignore[reportArgumentType]
     )
     transitions = load(data)
-    queries = None if query is None else load_observations(query)
+    queries = None if query is None else load_observations(query, transitions.obs_names)
     result = _with_progress("evaluating", lambda report: run(transitions, model, queries=queries, progress=report))
     files: dict[str, str] = {}
     if out is not None:
@@ -134,7 +137,7 @@ def inspect(data: Data, json: Json = False) -> None:
     if report.problems:
         table = Table("what", "how many", "first", "what to do", title="Worth a look", title_justify="left", box=None)
         for problem in report.problems:
-            table.add_row(problem.what, str(problem.count), problem.first, problem.mend)
+            table.add_row(*map(Text, (problem.what, str(problem.count), problem.first, problem.mend)))
         Console().print(table, markup=False)
     else:
         typer.echo("\nNothing odd found.")
@@ -213,7 +216,7 @@ def _fail(message: str) -> int:
 def _layers(text: str) -> Any:
     if text == "auto":
         return text
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()):
         raise InputError("--layers", "a whole number >= 1 or 'auto'", repr(text))
     return int(text)
 
@@ -229,13 +232,17 @@ def _step_size(text: str) -> Any:
 
 def _check_out(folder: Path) -> None:
     """Refuse an unusable folder before the work, without leaving anything behind."""
-    import os
-
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"--out {folder}", "a folder that can be written to", f"{existing} is not one", "choose another")
+    where = f"--out {folder}"
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+        taken = [name for name in OUTPUTS if (folder / name).is_dir()]
+    except OSError as error:
+        raise InputError(where, "a folder", error.strerror or str(error), "choose another") from None
+    if not usable:
+        raise InputError(where, "a folder that can be written to", f"{existing} is not one", "choose another")
+    if taken:
+        raise InputError(where, "files of this name or none", f"a folder {taken[0]}", "choose another folder")
 
 
 def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
@@ -247,9 +254,9 @@ def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]
 
 
 def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan")
     table.add_column(overflow="fold")
     for what, text in rows:
-        table.add_row(what, text)
+        table.add_row(what, Text(text))
     Console().print(table, markup=False)

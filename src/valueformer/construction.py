@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from valueformer.arguments import check_gamma, check_ridge, check_steps
 from valueformer.errors import InputError
 from valueformer.kernels import RBF, ExpDot, HeadKernel, Kernel, Softmax
 from valueformer.prompt import CHANNELS, Layout, channel_slices
-from valueformer.solvers import check_gamma
 from valueformer.transformer import AttentionBlock, Head, Transformer
 
 __all__ = ["construct"]
@@ -90,9 +90,8 @@ def construct(
     check_gamma(gamma)
     if layout not in CHANNELS:
         raise InputError("layout", " | ".join(CHANNELS), repr(layout))
-    steps = [float(step_size)] * num_layers if isinstance(step_size, (int, float)) else [float(s) for s in step_size]
-    if len(steps) != num_layers or num_layers < 1:
-        raise InputError("step_size", f"{max(num_layers, 1)} numbers, one per layer", str(len(steps)))
+    check_ridge(ridge)
+    steps = check_steps(step_size, num_layers)
     kernels, roles = kernel.heads(), _roles(layout, gamma)
 
     def build(width: int, to: torch.dtype) -> list[AttentionBlock]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -14,13 +15,14 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from valueformer import fields, kernels
+from valueformer.arguments import check_gamma, check_ridge, check_states, check_steps
 from valueformer.construction import construct
 from valueformer.errors import InputError
-from valueformer.features import ScalerKind, fit_scaler
+from valueformer.features import Scaler, ScalerKind, fit_scaler
 from valueformer.kernels import Kernel
 from valueformer.metrics import best_constant, held_out_metrics
 from valueformer.prompt import Layout, Prompt
-from valueformer.solvers import Context, StepSize, check_gamma, distinct_states, evaluate_kernel_sum, fixed_point, iterate
+from valueformer.solvers import Context, StepSize, distinct_states, evaluate_kernel_sum, fixed_point, iterate
 from valueformer.storage import PersistentModel
 from valueformer.transitions import Transitions
 
@@ -130,6 +132,8 @@ class ValueFormer(PersistentModel):
         self.kernel_ = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
         self.n_features_in_ = data.obs_dim
         self.scaler_ = fit_scaler(self.scaler, data.observations, self.random_state)
+        if self.scaler == "none" and self.kernel_.stationary:  # the kernel cannot tell, and float32 keeps its digits
+            self.scaler_ = Scaler(data.observations.astype(np.float64).mean(axis=0), self.scaler_.factor)
         discount = data.discount(self.gamma)
         # A power of two: dividing by it is exact, so values scale exactly with rewards, and squares cannot overflow.
         largest = float(np.abs(data.rewards).max())
@@ -137,31 +141,40 @@ class ValueFormer(PersistentModel):
             raise InputError("rewards", f"magnitudes up to {_LARGEST_REWARD:g}", f"{largest:g}", "rescale the rewards")
         self.reward_unit_ = float(2.0 ** np.floor(np.log2(largest or 1.0)))
         rewards = data.rewards.astype(np.float64) / self.reward_unit_
+        weight = _relative(data.sample_weight)
         if self.initial_level == "context":
-            level = best_constant(rewards, discount, data.sample_weight)
+            level = best_constant(rewards, discount, weight)
         else:
             level = float(self.initial_level) / self.reward_unit_
+            if not abs(level) <= _LARGEST_REWARD:
+                raise InputError("initial_level", "a level within 1e150 times the rewards", str(self.initial_level))
         self.level_ = level * self.reward_unit_
         # V = level + f: kernel TD for f sees the rewards that the level leaves unexplained.
-        kept = {name: getattr(data, name) for name in _CONTEXT_FIELDS}
-        self.context_ = Transitions(
+        self.context_ = data.with_numbers(
             observations=self._scale(data.observations),
             next_observations=self._scale(data.next_observations),
             rewards=(rewards - (1.0 - discount) * level).astype(self.dtype),
-            **kept,
+            sample_weight=weight,
         )
-        self._solve()
+        self._solve(float(np.square(rewards).mean()))
         if self.solution_.status in ("diverged", "singular"):
             warnings.warn(f"{self.solution_.status}: {self.solution_.message}", DivergenceWarning, stacklevel=2)
         return self
 
-    def _solve(self) -> None:
-        context = Context(self.kernel_, self.context_, gamma=self.gamma, dtype=self._dtype, device=self._device)
+    def _solve(self, reward_square: float) -> None:
+        dtype = torch.float64 if self.algorithm == "lstd" else self._dtype  # a linear system amplifies rounding
+        context = Context(self.kernel_, self.context_, gamma=self.gamma, dtype=dtype, device=self._device)
         if self.algorithm == "lstd":
             solution = fixed_point(context, ridge=self.ridge)
         else:
-            guard = isinstance(self.step_size, str)
-            solution, _ = iterate(context, step_size=self.step_size, num_layers=self.num_layers, ridge=self.ridge, guard=guard)
+            solution, _ = iterate(
+                context,
+                step_size=self.step_size,
+                num_layers=self.num_layers,
+                ridge=self.ridge,
+                guard=isinstance(self.step_size, str),
+                reward_square=reward_square,
+            )
         steps = solution.stats["step_sizes"]
         if self.layout != "fast" and steps:
             output = self._transformer(steps)(Prompt.from_transitions(self.context_, layout=self.layout))
@@ -194,6 +207,14 @@ class ValueFormer(PersistentModel):
 
         Raises NotFittedError before fit, InputError for another dimension or numbers that are not finite.
         """
+        values = self._predict(observations).astype(self.dtype)
+        if not np.isfinite(values).all():
+            largest = np.finfo(self.dtype).max
+            raise InputError("values", f"numbers below {largest:.2g}", "an overflow", "use dtype='float64' or rescale rewards")
+        return values
+
+    def _predict(self, observations: ArrayLike | Transitions) -> NDArray[np.float64]:
+        """Return values in float64, so that differences of large ones keep their digits."""
         check_is_fitted(self)
         if isinstance(observations, Transitions):
             observations = observations.observations
@@ -205,18 +226,14 @@ class ValueFormer(PersistentModel):
                 str(points.shape[1]),
                 "same columns",
             )
-        states = torch.tensor(self._scale(points), dtype=self._dtype, device=self._device)  # (m, d)
-        steps = self.solution_.stats["step_sizes"]
+        dual_coef, steps = self.solution_.dual_coef, self.solution_.stats["step_sizes"]
+        states = torch.tensor(self._scale(points), device=self._device).to(dual_coef)  # (m, d)
         if self.layout == "fast" or not steps:
-            centres = torch.tensor(self.context_.observations, dtype=self._dtype, device=self._device)
-            values = evaluate_kernel_sum(self.kernel_, states, centres, self.solution_.dual_coef)
+            centres = torch.tensor(self.context_.observations).to(dual_coef)  # (n, d)
+            values = evaluate_kernel_sum(self.kernel_, states, centres, dual_coef)
         else:
             values = self._read_out(states, steps)
-        result = (self.level_ + values.double().cpu().numpy() * self.reward_unit_).astype(self.dtype)
-        if not np.isfinite(result).all():
-            largest = np.finfo(self.dtype).max
-            raise InputError("values", f"numbers below {largest:.2g}", "an overflow", "use dtype='float64' or rescale rewards")
-        return result
+        return self.level_ + values.double().cpu().numpy() * self.reward_unit_
 
     def _read_out(self, states: Tensor, steps: Sequence[float]) -> Tensor:
         assert self.layout != "fast"
@@ -231,7 +248,7 @@ class ValueFormer(PersistentModel):
     def values_and_td_errors(self, data: Transitions) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return V(s_i) and ``delta_i = r_i + gamma_i V(s'_i) - V(s_i)``, each ``(n,)``, on any transitions."""
         states, successor = distinct_states(data, self.gamma)
-        values = self.predict(states).astype(np.float64)  # (u,): a state that is also a successor is asked about once
+        values = self._predict(states)  # (u,): a state that is also a successor is asked about once
         bootstrap = data.discount(self.gamma) * values[successor]
         values = values[: len(data)]
         return values, data.rewards.astype(np.float64) + bootstrap - values
@@ -249,10 +266,13 @@ class ValueFormer(PersistentModel):
 
     def _scale(self, observations: NDArray[Any]) -> NDArray[Any]:
         with np.errstate(over="ignore"):
-            states = self.scaler_.transform(observations).astype(self.dtype)
-        # A query may lie so far away that its state overflows; any finite far point has the same (zero) similarity.
-        limit = np.sqrt(np.finfo(self.dtype).max) / 1e3
-        return np.clip(states, -limit, limit)
+            states = self.scaler_.transform(observations)
+        if self.kernel_.stationary:
+            # A query may lie so far away that its state overflows: to the kernel all far points are alike.
+            limit = np.sqrt(np.finfo(self.dtype).max) / 2e3
+            states = np.clip(states, -limit, limit)
+        check_states("observations", states, self._dtype)
+        return states.astype(self.dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -262,7 +282,11 @@ class ValueFormer(PersistentModel):
     def _device(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        try:
+            return torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise InputError("device", "'auto' or a torch device of this machine", repr(self.device), reason) from None
 
     def _check_parameters(self) -> None:
         check_gamma(self.gamma)
@@ -277,10 +301,19 @@ class ValueFormer(PersistentModel):
         if self.dtype not in ("float32", "float64"):
             raise InputError("dtype", "'float32' or 'float64'", repr(self.dtype))
         level = self.initial_level
-        if level != "context" and not (isinstance(level, (int, float)) and np.isfinite(level)):
+        if level != "context" and not (isinstance(level, numbers.Real) and np.isfinite(level)):
             raise InputError("initial_level", "'context' or a finite number", repr(level))
+        check_ridge(self.ridge)
+        if not isinstance(self.step_size, str):
+            count = len(self.step_size) if isinstance(self.step_size, Sequence) else 1
+            check_steps(self.step_size, count)
 
 
-_CONTEXT_FIELDS = (
-    "terminated", "truncated", "discounts", "episode_ids", "steps", "sample_weight", "source", "format", "dropped",
-)  # fmt: skip
+def _relative(weight: NDArray[Any] | None) -> NDArray[np.float64] | None:
+    """Return weights divided by their mean: only their proportions say anything, and a ridge keeps its meaning."""
+    if weight is None:
+        return None
+    relative = weight.astype(np.float64) / max(float(weight.max()), np.finfo(np.float64).tiny)
+    if not relative.any():
+        raise InputError("sample_weight", "at least one weight > 0 in the context", "only zeros")
+    return relative / relative.mean()

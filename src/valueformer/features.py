@@ -50,9 +50,12 @@ def fit_scaler(kind: ScalerKind, observations: NDArray[Any], random_state: int =
         raise InputError("scaler", " | ".join(get_args(ScalerKind)), repr(kind))
     x = observations.astype(np.float64)
     d = x.shape[1]
+    largest = float(np.abs(x).max())
     if kind == "none":
         return Scaler(np.zeros(d), np.ones(d))
-    magnitude = max(float(np.abs(x).max()), np.finfo(np.float64).tiny)  # squares of huge or tiny states stay in range
+    if largest < 1e-290:  # denormal: nothing is left to divide by
+        return Scaler(np.zeros(d), np.zeros(d))
+    magnitude = largest  # squares of huge or tiny states stay in range
     centre = (x / magnitude).mean(axis=0) * magnitude
     unit = x / magnitude - centre / magnitude
     if kind == "standardize":

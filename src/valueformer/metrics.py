@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from valueformer.errors import InputError
 from valueformer.transitions import Transitions
 
 __all__ = ["HeldOut", "best_constant", "explained_variance", "held_out_metrics"]
@@ -63,6 +64,8 @@ def held_out_metrics(data: Transitions, gamma: float, *, values: Vector, td: Vec
     The explained variance counts rows, not weights.
     """
     r, discount, weight = data.rewards.astype(np.float64), data.discount(gamma), data.sample_weight
+    if weight is not None and not weight.any():
+        raise InputError("sample_weight", "at least one weight > 0", "only zeros", "score other rows")
     unit = float(np.abs(r).max()) or 1.0  # squares of huge rewards stay in range
     error = float(np.average(np.square(td / unit), weights=weight))
     power = float(np.average(np.square(r / unit), weights=weight))

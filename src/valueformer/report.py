@@ -21,6 +21,7 @@ __all__ = ["evaluation_chart", "write_report"]
 Panel = alt.Chart | alt.LayerChart | alt.FacetChart
 
 _EPISODES = 4
+_LINE = 400  # points of a line: about one per pixel
 _POINTS = 2000  # of the scatter plot: more only hide each other
 _BLUE, _ORANGE, _GREY = "#2a6fb0", "#e07b39", "#8a8f98"
 _VALUE, _RETURN, _PARTIAL = "V(s), held out", "Monte Carlo return", "return, record cut short"
@@ -76,7 +77,10 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
     complete = columns["missing_weight"] <= MAX_REMAINING
     rows: dict[str, list[Any]] = {"episode": [], "step": [], "y": [], "what": []}
     for episode in shown:
-        mask = columns["episode_id"] == episode
+        mask = np.flatnonzero(columns["episode_id"] == episode)
+        mask = mask[np.argsort(columns["step"][mask], kind="stable")]
+        if len(mask) > _LINE:
+            mask = mask[np.linspace(0, len(mask) - 1, _LINE).round().astype(int)]
         steps = columns["step"][mask].tolist()
         returns, full = columns["monte_carlo_return"][mask], complete[mask]
         # the two parts of the return share one row, so that the line does not break where it changes style
@@ -104,10 +108,9 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
         .properties(width=400, height=170)
     )
     order = [f"episode {episode}" for episode in shown]
+    title = "Value along episodes that the context left out" if label == _VALUE else "Value along the episode, fitted to it"
     facet = alt.Facet("episode:N", title=None, sort=order, header=alt.Header(labelAnchor="start"))
-    return base.facet(facet, columns=2, spacing=24).properties(
-        title=_subtitle("Value along episodes that the context left out")
-    )
+    return base.facet(facet, columns=2, spacing=24).properties(title=_subtitle(title))
 
 
 def _layer_panel(document: dict[str, Any]) -> Panel:

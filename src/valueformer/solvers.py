@@ -22,6 +22,8 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from valueformer import fields
+from valueformer.arguments import check_gamma, check_ridge, check_states, check_steps
 from valueformer.errors import InputError
 from valueformer.kernels import Kernel
 from valueformer.results import Status
@@ -31,7 +33,6 @@ __all__ = [
     "Context",
     "Solution",
     "StepSize",
-    "check_gamma",
     "distinct_states",
     "evaluate_kernel_sum",
     "fixed_point",
@@ -73,9 +74,12 @@ class Context:
 
     def __init__(self, kernel: Kernel, data: Transitions, *, gamma: float, dtype: torch.dtype, device: Any = "cpu") -> None:
         states, successor = distinct_states(data, gamma)
+        check_states("context states", states, dtype)
         self.kernel = kernel
         self.discount: Float[Tensor, " n"] = torch.tensor(data.discount(gamma), dtype=dtype, device=device)
         self.rewards: Float[Tensor, " n"] = torch.tensor(data.rewards, dtype=dtype, device=device)
+        if not bool(self.rewards.isfinite().all()):
+            raise InputError("rewards", f"numbers that {dtype} holds", "an overflow", "rescale them, or use float64")
         self.weight: Float[Tensor, " n"] | None = None
         if data.sample_weight is not None:
             self.weight = torch.tensor(data.sample_weight, dtype=dtype, device=device)
@@ -87,6 +91,11 @@ class Context:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    @property
+    def reward_square(self) -> float:
+        """Mean squared reward, the unit of the tolerance."""
+        return _mean_square(self.rewards)
 
     def apply(self, dual_coef: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return ``M a``: V(s_i) - gamma_i V(s'_i) for every transition."""
@@ -183,12 +192,12 @@ def evaluate_kernel_sum(
     chunk = chunk or max(1, _TILE // max(len(centres), 1))
     parts = [kernel(queries[i : i + chunk], centres) @ dual_coef for i in range(0, len(queries), chunk)]
     values = torch.cat(parts) if parts else dual_coef.new_zeros((0, *dual_coef.shape[1:]))
-    return values if not bool(dual_coef.isfinite().all()) else _without_overflow(kernel, values, "queries")
+    return _without_overflow(kernel, values, "queries")
 
 
 def _without_overflow(kernel: Kernel, numbers: Tensor, what: str) -> Tensor:
     """Return ``numbers``, or raise InputError if an unbounded kernel overflowed: it would turn into NaN one product later."""
-    if not kernel.bounded and not bool(numbers.isfinite().all()):
+    if not kernel.stationary and not bool(numbers.isfinite().all()):
         raise InputError(
             what,
             f"states on which {kernel} stays finite",
@@ -206,23 +215,29 @@ def iterate(
     ridge: float = 0.0,
     guard: bool = False,
     record: bool = False,
+    reward_square: float | None = None,
 ) -> tuple[Solution, Tensor | None]:
     """Run kernel TD from V = 0 and return the solution (without query values) and, if asked, ``(L, n)`` coefficients.
 
     The guard (THEORY section 7.3): when the residual of the linear system exceeds twice the best so far, or stops being finite,
-    go back to the best iterate and halve the step. A layer spent that way counts. ``num_layers="auto"``: until converged.
+    go back to the best iterate and halve the step. A layer spent that way counts. ``num_layers="auto"``: until converged, as
+    measured against ``reward_square``, the mean squared reward (None: the context's). Layers after an overflow are left out.
     """
-    steps = _steps(context, step_size, num_layers, ridge)
+    check_ridge(ridge)
+    if isinstance(step_size, str):
+        step_size = context.choose_step(step_size, ridge)
+    steps = check_steps(step_size, MAX_LAYERS if num_layers == "auto" else num_layers)
     r, weight = context.rewards, context.weight
     a, td = torch.zeros_like(r), r
     pull = td if weight is None else weight * td  # (n,) the residual of the system that the iteration solves
-    initial = best_size = _mean_square(pull)
+    initial = best_size = size = _mean_square(pull)
     best, best_length, shrink, rewinds = (a, td, pull), 0, 1.0, 0
     path: list[float] = []
     errors: list[float] = []
     history: list[Tensor] = []
-    reached, limit, layer = False, TOLERANCE**2 * initial, 0
-    for layer, step in enumerate(steps, 1):  # noqa: B007
+    limit = TOLERANCE**2 * (context.reward_square if reward_square is None else reward_square)
+    reached = overflowed = False
+    for step in steps:
         step *= shrink
         change = step * pull
         a = a + change
@@ -237,69 +252,66 @@ def iterate(
             shrink, rewinds, size = shrink / 2.0, rewinds + 1, best_size
         elif size < best_size:
             best, best_size, best_length = (a, td, pull), size, len(path)
+        if overflowed := not math.isfinite(size):
+            break  # only finite layers are kept
         errors.append(_mean_square(td))
         if record:
             history.append(a)
-        noise = 8.0 * torch.finfo(a.dtype).eps * float(a.abs().max())
-        reached = size <= limit or float(change.abs().max()) <= noise
+        largest = float(a.abs().max())
+        settled = 0.0 < float(change.abs().max()) <= 8.0 * torch.finfo(a.dtype).eps * largest
+        reached = size <= limit or settled
         if reached and num_layers == "auto":
             break
-    final = _mean_square(pull)
-    failed = not final <= initial
+    failed = overflowed or not size <= initial
+    layers = len(errors)
     if failed:
         a, td, pull = best
         del path[best_length:]
         if guard:  # a rewind as any other: the record shows what is returned
             errors[-1], rewinds = _mean_square(td), rewinds + 1
     status: Status = "converged" if reached and not failed else "max_layers"
-    message = ""
-    if status == "max_layers":
-        message = f"TD error after {layer} layers is {_ratio(final, initial):.2g} of its start"
+    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(size, initial):.2g} of its start"
     if failed and not guard:
         status = "diverged"
+        grew = "overflowed" if overflowed else f"grew to {_ratio(size, initial):.2g} times its start"
         message = (
-            f"the residual grew to {_ratio(final, initial):.2g} times its start; the best layer ({best_length}) is returned: "
+            f"the residual {grew}; the best layer ({best_length}) is returned: "
             "use step_size='fast' or 'safe', a ridge, or a smaller gamma"
         )
     elif failed:
         message = f"no step improved on layer {best_length}, which is returned; a ridge or a smaller gamma may help"
-    stats = {
-        "step_sizes": path,
-        "rewinds": rewinds,
-        "layers": layer,
-        "initial_td_error": _mean_square(r),
-    }
+    stats = {"step_sizes": path, "rewinds": rewinds, "layers": layers, "initial_td_error": _mean_square(r)}
     solution = Solution(a.new_zeros(0), a, torch.tensor(errors, dtype=torch.float64), status, message, stats)
-    return solution, torch.stack(history) if record else None
+    return solution, torch.stack(history) if history else a.new_zeros(0, len(context)) if record else None
 
 
 def fixed_point(context: Context, *, ridge: float = 0.0) -> Solution:
     """Return kernel LSTD, ``a = (W M + ridge I)^{-1} W r``: the limit of infinitely many layers (THEORY section 3).
 
     Status ``singular`` where the system has no unique solution to working precision (duplicated states without ridge);
-    the coefficients are then those of least norm.
+    the coefficients are then those of least norm. The context must be in float64; raises InputError otherwise.
     """
-    n = len(context)
-    values = context.matrix.double()  # (u, n)
-    system = values[:n] - context.discount.double()[:, None] * values[context.successor]  # (n, n)
-    target = context.rewards.double()
+    check_ridge(ridge)
+    n, target = len(context), context.rewards
+    if context.rewards.dtype != torch.float64:
+        raise InputError("context", "float64, which a linear system needs", str(context.rewards.dtype))
+    system = context.matrix[:n] - context.discount[:, None] * context.matrix[context.successor]  # (n, n)
     if context.weight is not None:
-        system, target = context.weight.double()[:, None] * system, context.weight.double() * target
+        system, target = context.weight[:, None] * system, context.weight * target
     system = system + ridge * torch.eye(n, dtype=system.dtype, device=system.device)
     a, info = torch.linalg.solve_ex(system, target)
-    error = float(torch.linalg.vector_norm(system @ a - target))
     status: Status = "converged"
     message = ""
     # A huge solution of a small system is rounding amplified: the matrix is singular to working precision.
-    amplified = float(a.abs().max()) * float(system.abs().max()) > 1e12 * float(target.abs().max())
-    if int(info) or not error <= 1e-6 * float(torch.linalg.vector_norm(target)) or amplified:
+    amplified = not float(a.abs().max()) * float(system.abs().max()) <= 1e12 * float(target.abs().max())
+    missed = not float(torch.linalg.vector_norm(system @ a - target)) <= 1e-6 * float(torch.linalg.vector_norm(target))
+    if int(info) or missed or amplified:
         a = torch.linalg.lstsq(system.cpu(), target.cpu()[:, None], rcond=1e-12, driver="gelsd").solution[:, 0].to(target)
         status = "singular"
         message = "the context's TD system is singular; least-norm coefficients are returned: use a ridge such as 1e-3"
-    td = context.rewards.double() - context.apply(a.to(context.rewards)).double()
-    stats = {"step_sizes": [], "rewinds": 0, "layers": 0, "initial_td_error": _mean_square(context.rewards)}
-    errors = torch.tensor([_mean_square(td)], dtype=torch.float64)
-    return Solution(a.new_zeros(0).to(context.rewards), a.to(context.rewards), errors, status, message, stats)
+    errors = torch.tensor([_mean_square(context.rewards - context.apply(a))], dtype=torch.float64)
+    stats = {"step_sizes": [], "rewinds": 0, "layers": 0, "initial_td_error": context.reward_square}
+    return Solution(a.new_zeros(0), a, errors, status, message, stats)
 
 
 def solve(
@@ -323,36 +335,19 @@ def solve(
     scale and centre them first. Raises InputError for arguments out of range.
     """
     check_gamma(gamma)
+    if not isinstance(kernel, Kernel):
+        raise InputError("kernel", "a vf.kernels.Kernel", repr(kernel), "by name: vf.kernels.by_name('rbf')")
     number = dtype or getattr(torch, str(data.observations.dtype))
+    points = data.observations[:0] if queries is None else fields.finite("queries", fields.matrix("queries", queries))
+    if points.shape[1] != data.obs_dim:
+        raise InputError("queries", f"shape (m, {data.obs_dim})", str(points.shape), "same features as the context")
+    check_states("queries", points, number)
     context = Context(kernel, data, gamma=gamma, dtype=number, device=device)
     solution, history = iterate(context, step_size=step_size, num_layers=num_layers, ridge=ridge, guard=guard, record=record)
-    points = data.observations[:0] if queries is None else queries
     rows = torch.tensor(points, dtype=number, device=device)
     values = evaluate_kernel_sum(kernel, rows, context.centres, solution.dual_coef)
     trace = None if history is None else evaluate_kernel_sum(kernel, rows, context.centres, history.mT).mT
     return Solution(values, solution.dual_coef, solution.td_error, solution.status, solution.message, solution.stats, trace)
-
-
-def check_gamma(gamma: float) -> None:
-    """Raise InputError unless gamma lies in [0, 1]."""
-    if not 0.0 <= gamma <= 1.0:
-        raise InputError("gamma", "a number in [0, 1]", str(gamma), "0.99 looks about 100 steps ahead, 0.9 about 10")
-
-
-def _steps(context: Context, step_size: StepSize, num_layers: int | Literal["auto"], ridge: float) -> Sequence[float]:
-    if not (math.isfinite(ridge) and ridge >= 0):
-        raise InputError("ridge", "a finite number >= 0", str(ridge))
-    if num_layers != "auto" and (not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1):
-        raise InputError("num_layers", "a whole number >= 1 or 'auto'", repr(num_layers))
-    count = MAX_LAYERS if num_layers == "auto" else num_layers
-    if isinstance(step_size, str):
-        step_size = context.choose_step(step_size, ridge)
-    steps = [float(step_size)] * count if isinstance(step_size, (int, float)) else [float(step) for step in step_size]
-    if len(steps) != count and num_layers != "auto":
-        raise InputError("step_size", f"{count} numbers, one per layer", str(len(steps)))
-    if not all(math.isfinite(step) and step > 0 for step in steps):
-        raise InputError("step_size", "finite numbers > 0", str(step_size))
-    return steps
 
 
 def _mean_square(x: Tensor) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from sklearn.base import BaseEstimator
@@ -20,6 +21,7 @@ from valueformer.errors import InputError
 from valueformer.features import Scaler
 from valueformer.files import write_atomically, write_text
 from valueformer.kernels import Kernel
+from valueformer.results import Status, plain, to_json
 from valueformer.solvers import Solution
 from valueformer.transitions import Transitions
 
@@ -33,7 +35,7 @@ _CONTEXT = (
 Tensors = dict[str, NDArray[Any]]
 
 
-class PersistentModel(BaseEstimator):
+class PersistentModel(BaseEstimator, ABC):
     """The part of an estimator that knows files: frozen parameters, and a fitted context."""
 
     kernel: Kernel | str
@@ -101,9 +103,20 @@ class PersistentModel(BaseEstimator):
             errors = torch.tensor(tensors["td_error"])
             model.solution_ = Solution(dual_coef[:0], dual_coef, errors, fitted["status"], fitted["message"], fitted["stats"])
             model.td_error_ = tensors["td_error"]
-        except (KeyError, TypeError) as error:
+            if fitted["status"] not in get_args(Status) or not all(isinstance(s, float) for s in fitted["stats"]["step_sizes"]):
+                raise TypeError("status or step sizes")
+            model._check_parameters()
+            model.predict(model.context_.observations[:0])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(str(folder), "a model written by ValueFormer.save", f"a damaged one ({error})") from None
         return model
+
+    @abstractmethod
+    def _check_parameters(self) -> None: ...
+
+    @abstractmethod
+    def predict(self, observations: ArrayLike) -> NDArray[Any]:
+        """Return values ``(m,)`` at observations ``(m, d)``."""
 
     def _encode(self) -> tuple[dict[str, Any], Tensors]:
         parameters, tensors = self.get_params(deep=False), {}
@@ -112,7 +125,7 @@ class PersistentModel(BaseEstimator):
         if not isinstance(parameters["step_size"], (str, int, float)):
             tensors["step_sizes"] = np.asarray(parameters["step_size"], dtype=np.float64)
             parameters["step_size"] = "tensor"
-        return parameters, tensors
+        return plain(parameters), tensors
 
     @classmethod
     def _decode(cls, config: dict[str, Any], tensors: Tensors, folder: str | Path) -> dict[str, Any]:
@@ -128,9 +141,10 @@ class PersistentModel(BaseEstimator):
 
 def _write(folder: Path, config: dict[str, Any], name: str, tensors: Tensors) -> None:
     document = {"format": FORMAT, "model": "valueformer"} | config
+    text = to_json(document)
     try:
         write_atomically(folder / name, lambda path: save_file(tensors, path))
-        write_text(folder / "config.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
+        write_text(folder / "config.json", text)
     except OSError as error:
         raise InputError(str(folder), "a folder that can be written to", error.strerror or str(error)) from None
 

@@ -219,7 +219,7 @@ class Transitions:
             raise InputError("index", "at least one row", "none", "check the mask")
         return self._trusted(**{n: None if (a := getattr(self, n)) is None else a[rows] for n in _ARRAYS})
 
-    def _trusted(self, **arrays: Array | None) -> Transitions:
+    def _trusted(self, **arrays: Any) -> Transitions:
         """Return a copy with other arrays, whose validity the caller answers for: rows of valid data need no second check."""
         new = object.__new__(Transitions)
         for f in dataclasses.fields(self):
@@ -230,11 +230,14 @@ class Transitions:
             object.__setattr__(new, f.name, value)
         return new
 
-    def with_numbers(self, *, observations: Array, next_observations: Array, rewards: Array) -> Transitions:
-        """Return the same rows and episodes with transformed states (n, d) and rewards (n,), which must be finite."""
+    def with_numbers(
+        self, *, observations: Array, next_observations: Array, rewards: Array, sample_weight: Array | None
+    ) -> Transitions:
+        """Return the same rows and episodes with transformed states (n, d), rewards and weights (n,), which must be finite."""
         for name, array in (("observations", observations), ("next_observations", next_observations), ("rewards", rewards)):
             fields.length(name, fields.finite(name, array), len(self))
-        return self._trusted(observations=observations, next_observations=next_observations, rewards=rewards, obs_names=None)
+        states: dict[str, Any] = {"observations": observations, "next_observations": next_observations, "obs_names": None}
+        return self._trusted(**states, rewards=rewards, sample_weight=sample_weight)
 
     def episodes(self) -> Iterator[Transitions]:
         """Yield each episode as Transitions; contiguous episodes are views."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class Kernel(ABC):
 
     @property
     @abstractmethod
-    def bounded(self) -> bool:
-        """Whether values stay finite however far apart or far out two points are."""
+    def stationary(self) -> bool:
+        """Whether a common shift of all points changes nothing; such kernels are also bounded."""
 
     @abstractmethod
     def heads(self) -> list[HeadKernel]:
@@ -112,8 +113,8 @@ class Scale(Kernel):
         return self.kernel.nonnegative
 
     @property
-    def bounded(self) -> bool:
-        return self.kernel.bounded
+    def stationary(self) -> bool:
+        return self.kernel.stationary
 
     def heads(self) -> list[HeadKernel]:
         return [dataclasses.replace(head, coefficient=self.factor * head.coefficient) for head in self.kernel.heads()]
@@ -140,8 +141,8 @@ class Sum(Kernel):
         return all(term.nonnegative for term in self.terms)
 
     @property
-    def bounded(self) -> bool:
-        return all(term.bounded for term in self.terms)
+    def stationary(self) -> bool:
+        return all(term.stationary for term in self.terms)
 
     def heads(self) -> list[HeadKernel]:
         return [head for term in self.terms for head in term.heads()]
@@ -168,8 +169,8 @@ class Product(Kernel):
         return all(factor.nonnegative for factor in self.factors)
 
     @property
-    def bounded(self) -> bool:
-        return all(factor.bounded for factor in self.factors)
+    def stationary(self) -> bool:
+        return all(factor.stationary for factor in self.factors)
 
     def heads(self) -> list[HeadKernel]:
         """Expand ``(a + b) c`` into ``a c + b c``; each product must be a function of one score."""
@@ -193,10 +194,11 @@ def _check_operands(kernel: Kernel, operands: Sequence[Any]) -> None:
 
 
 def check_positive(kernel: Kernel, **values: float) -> None:
-    """Raise InputError unless all values are finite and > 0."""
+    """Raise InputError unless all values are numbers in [1e-30, 1e30], whose inverses float32 can hold."""
     for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise InputError(f"{type(kernel).__name__}.{name}", "a finite number > 0", str(value))
+        if not (isinstance(value, numbers.Real) and 1e-30 <= value <= 1e30):
+            raise InputError(f"{type(kernel).__name__}.{name}", "a number > 0 (1e-30 to 1e30)", repr(value))
+        object.__setattr__(kernel, name, float(value))
 
 
 def _encode(value: Any) -> Any:

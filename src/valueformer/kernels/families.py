@@ -38,8 +38,8 @@ class AttentionKernel(Kernel):
         return True
 
     @property
-    def bounded(self) -> bool:
-        return self.score == "sqdist" or self.normalised
+    def stationary(self) -> bool:
+        return self.score == "sqdist"
 
     @property
     def has_kink(self) -> bool:
@@ -166,7 +166,8 @@ class Matern(_Radial):
         return self._polynomial(z).log() - z
 
     def _distance(self, score: Tensor) -> Tensor:
-        return _sqrt(score * (2.0 * self.nu / self.temperature))
+        # exp(-1e4) is 0; beyond it the polynomial would overflow and inf * 0 is NaN
+        return _sqrt(score * (2.0 * self.nu / self.temperature)).clamp_max(1e4)
 
     def _polynomial(self, z: Tensor) -> Tensor:
         return 1.0 + z if self.nu == 1.5 else 1.0 + z + z.square() / 3.0
