@@ -138,6 +138,10 @@ def bad_cases(folder: Path) -> dict[str, list[str | Path]]:
     np.savez(folder / "objects.npz", observations=np.array([{"a": 1}], dtype=object))
     np.savez(folder / "q2.npz", observations=np.zeros((3, 2)))
     (folder / "file").write_text("x")
+    taken = folder / "taken"
+    (taken / "report.html").mkdir(parents=True)
+    link = folder / "link"
+    link.symlink_to(folder / "gone")
     return {
         "missing file": ["evaluate", folder / "none.npz"],
         "unknown format": ["evaluate", folder / "noise.bin"],
@@ -177,6 +181,19 @@ def bad_cases(folder: Path) -> dict[str, list[str | Path]]:
         "no argument": ["evaluate"],
         "inspect missing": ["inspect", folder / "none.npz"],
         "unknown sample": ["inspect", "sample:pick-up"],
+        "layers that are no ascii digits": ["evaluate", good, "--layers", "²"],
+        "too many layers": ["evaluate", good, "--layers", "1000000000000"],
+        "tiny temperature": ["evaluate", good, "--temperature", "1e-300"],
+        "name too long": ["evaluate", folder / ("x" * 300)],
+        "query name too long": ["evaluate", good, "--query", folder / ("x" * 300)],
+        "out name too long": ["evaluate", good, "--out", folder / ("x" * 300)],
+        "no such user": ["evaluate", "~nobody-of-that-name/x"],
+        "empty name": ["evaluate", ""],
+        "query is a folder": ["evaluate", good, "--query", folder],
+        "out holds a folder of a file's name": ["evaluate", good, "--out", taken],
+        "out is a dangling link": ["evaluate", good, "--out", link],
+        "no command": [],
+        "no benchmark": ["bench"],
         "bench length": ["bench", "forward", "--length", "one"],
     }
 
@@ -190,7 +207,7 @@ def test_bad_input_is_one_clear_line_and_exit_two(run, cases: dict[str, list[str
     for name, arguments in cases.items():
         extra = (
             ["--out", tmp_path / "out"]
-            if arguments[0] == "evaluate" and "--out" not in arguments and len(arguments) > 1
+            if arguments[:1] == ["evaluate"] and "--out" not in arguments and len(arguments) > 1
             else []
         )
         outcome = run(*arguments, *extra)
@@ -210,6 +227,18 @@ def test_unwritable_out_is_refused_before_the_work(run, log: Path, tmp_path: Pat
     assert outcome.code == 2
     assert "a folder that can be written to" in outcome.err
     assert not (tmp_path / "locked").exists()
+
+
+def test_odd_names_of_files_are_shown_as_they_are(run, tmp_path: Path) -> None:
+    folder = tmp_path / "x["
+    folder.mkdir()
+    for name in ("[red]a.npz", "b].npz", os.fsdecode(b"caf\xe9.npz")):
+        path = save(folder / name, walk(0))
+        assert run("inspect", path).code == 0
+        outcome = run("evaluate", path, "--layers", "2", "--out", tmp_path / "out")
+        assert outcome.code == 0, outcome.err
+        assert name.split(".")[0][:2] in "".join(outcome.out.split())
+        assert (tmp_path / "out" / "report.html").exists()
 
 
 def test_the_installed_command_runs_as_a_process(log: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,6 +71,15 @@ def test_not_fitted_features_and_kind_are_checked() -> None:
         ({"num_layers": 2.5}, "num_layers"),
         ({"ridge": -1.0}, "ridge"),
         ({"step_size": 0.0}, "step_size"),
+        ({"step_size": None}, "step_size"),
+        ({"step_size": ["a"] * 40}, "step_size"),
+        ({"gamma": None}, "gamma"),
+        ({"gamma": "0.9"}, "gamma"),
+        ({"ridge": None}, "ridge"),
+        ({"ridge": -1.0, "algorithm": "lstd"}, "ridge"),
+        ({"device": "abacus"}, "device"),
+        ({"num_layers": 10**12}, "num_layers"),
+        ({"initial_level": 1e300}, "initial_level"),
     ],
 )
 def test_bad_parameters_are_named_by_fit(parameters: dict, message: str) -> None:
@@ -194,7 +204,7 @@ def test_lstd_is_the_limit_of_depth() -> None:
 
 
 def test_divergence_warns_and_returns_the_best_layer() -> None:
-    with pytest.warns(vf.DivergenceWarning, match="diverged: the residual grew"):
+    with pytest.warns(vf.DivergenceWarning, match="diverged: the residual overflowed"):
         model = vf.ValueFormer(gamma=0.9, step_size=5.0).fit(walk(0))
     assert model.solution_.status == "diverged"
     np.testing.assert_allclose(model.predict(QUERIES), model.level_, rtol=1e-6)  # the best layer was the start
@@ -295,6 +305,89 @@ def test_pretrained_models_carry_no_gamma_and_no_data(tmp_path: Path) -> None:
     assert vf.ValueFormer.from_pretrained(tmp_path).gamma == 0.99
 
 
+def test_large_levels_do_not_swamp_td_errors_in_float32() -> None:
+    """V is c + f: TD errors of float32 values around 1e8 must not be differences of rounded numbers."""
+    data = walk(0, ends=("truncated",) * 3)
+    shifted = data.replace(rewards=data.rewards + 1e6)
+    scores = [vf.ValueFormer(gamma=0.99, dtype=t).fit(shifted).score(shifted) for t in ("float32", "float64")]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)
+    model = vf.ValueFormer(gamma=0.99).fit(shifted)
+    assert np.mean(model.values_and_td_errors(shifted)[1] ** 2) == pytest.approx(model.td_error_[-1], rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unscaled_states_far_from_the_origin_keep_their_digits(layout: Any) -> None:
+    data = walk(0)
+    base = vf.ValueFormer(scaler="none", gamma=0.9, dtype="float64").fit(data).predict(QUERIES)
+    far = replace_states(data, lambda x: x + 1000.0)
+    moved = vf.ValueFormer(scaler="none", gamma=0.9, layout=layout).fit(far).predict(QUERIES + 1000.0)
+    assert np.abs(moved - base).max() < 2e-3 * np.abs(base).max()
+
+
+def test_a_linear_system_is_solved_in_float64_whatever_the_dtype() -> None:
+    x = np.linspace(0, 3, 81)[:, None]
+    data = vf.Transitions(
+        observations=x[:-1], next_observations=x[1:], rewards=np.sin(3 * x[:-1, 0]), terminated=np.arange(80) == 79
+    )
+    for kernel, ridge in (("linear", 1e-6), ("linear", 0.0), ("expdot", 0.0), ("relu", 1e-6), ("rbf", 1e-6)):
+        errors = []
+        for dtype in ("float32", "float64"):
+            model = vf.ValueFormer(algorithm="lstd", gamma=0.9, kernel=kernel, ridge=ridge, dtype=dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", vf.DivergenceWarning)
+                model.fit(data)
+            errors.append(np.mean(model.values_and_td_errors(data)[1] ** 2))
+        assert errors[0] == pytest.approx(errors[1], rel=1e-2, abs=1e-8), kernel
+
+
+def test_states_too_large_for_an_unbounded_kernel_are_refused_not_clipped() -> None:
+    data = replace_states(walk(0), lambda x: x * 1e16)
+    with pytest.raises(vf.InputError, match=r"observations: expected finite numbers up to 1\.8e\+16"):
+        vf.ValueFormer(kernel="linear", scaler="none").fit(data)
+    model = vf.ValueFormer(kernel="linear", gamma=0.9).fit(walk(0))
+    with pytest.raises(vf.InputError, match="observations"):
+        model.predict(QUERIES * 1e30)
+
+
+def test_only_proportions_of_sample_weights_matter() -> None:
+    weight = np.random.default_rng(0).uniform(0.1, 1.0, 24)
+    common: dict[str, Any] = {"gamma": 0.9, "dtype": "float64", "ridge": 0.1}
+    for algorithm in ("td", "lstd"):
+        values = [
+            vf.ValueFormer(algorithm=algorithm, **common).fit(walk(0, sample_weight=weight * scale)).predict(QUERIES)
+            for scale in (1.0, 1e300, 1e-300)
+        ]
+        np.testing.assert_allclose(values[1], values[0], rtol=1e-9)
+        np.testing.assert_allclose(values[2], values[0], rtol=1e-9)
+    partial = walk(0, sample_weight=(np.arange(24) >= 9).astype(float))
+    with pytest.raises(vf.InputError, match="sample_weight: expected at least one weight > 0"):
+        vf.ValueFormer().fit(partial[:9])
+    with pytest.raises(vf.InputError, match="sample_weight"):
+        vf.ValueFormer().fit(partial).score(partial[:9])
+
+
+def test_convergence_is_measured_against_the_rewards() -> None:
+    """DESIGN: rms TD error <= 1e-3 rms r; what the level already explains counts as converged."""
+    data = walk(0).replace(rewards=10.0 + 0.005 * walk(0).rewards)
+    assert vf.ValueFormer(gamma=0.9).fit(walk(0)).solution_.status == "max_layers"
+    discounted = data.replace(terminated=np.zeros(24), truncated=None)
+    model = vf.ValueFormer(gamma=0.9).fit(discounted)
+    assert np.sqrt(model.td_error_[-1]) < 1e-3 * 10
+    assert model.solution_.status == "converged"
+    assert vf.ValueFormer(gamma=0.9, step_size=1e-300).fit(walk(0)).solution_.status == "max_layers"
+
+
+def test_numpy_numbers_are_parameters_too(tmp_path: Path) -> None:
+    model = vf.ValueFormer(
+        gamma=np.float32(0.5),  # pyright: ignore[reportArgumentType]
+        random_state=np.int64(1),  # pyright: ignore[reportArgumentType]
+        num_layers=np.int64(7),  # pyright: ignore[reportArgumentType]
+        initial_level=np.int64(2),  # pyright: ignore[reportArgumentType]
+    )
+    model.fit(walk(0)).save(tmp_path)
+    np.testing.assert_array_equal(vf.load_model(tmp_path).predict(QUERIES), model.predict(QUERIES))
+
+
 def test_damaged_models_are_refused_in_one_line(tmp_path: Path) -> None:
     vf.ValueFormer().fit(walk(0)).save(tmp_path)
     cases = {
@@ -309,6 +402,15 @@ def test_damaged_models_are_refused_in_one_line(tmp_path: Path) -> None:
                 vf.load_model(tmp_path)
         (tmp_path / name).write_bytes(good)
     vf.load_model(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    for section, name, value in (
+        ("fitted", "level", "abc"), ("fitted", "stats", {}), ("fitted", "stats", 3), ("fitted", "status", "x"),
+        ("parameters", "kernel", 7), ("parameters", "dtype", "int8"), ("parameters", "gamma", 5), ("parameters", "step_size", "x"),
+    ):  # fmt: skip
+        changed = document | {section: document[section] | {name: value}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(vf.InputError):
+            vf.load_model(tmp_path).fit(walk(0))
     (tmp_path / "config.json").unlink()
     with pytest.raises(vf.InputError, match=r"no config\.json"):
         vf.load_model(tmp_path)

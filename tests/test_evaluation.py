@@ -172,6 +172,26 @@ def test_pictures_of_meagre_results(tmp_path: Path) -> None:
     assert "<script>x</script>" not in (tmp_path / "ids" / "report.html").read_text()
 
 
+def test_pictures_of_long_episodes_and_big_endian_ids(tmp_path: Path) -> None:
+    n = 2400
+    x = np.cumsum(np.random.default_rng(0).normal(size=n + 1))
+    data = vf.Transitions(
+        observations=x[:-1], next_observations=x[1:], rewards=np.ones(n), terminated=np.zeros(n), truncated=np.arange(n) % 600 == 599,
+        episode_ids=np.repeat([3, 5, 7, 9], 600).astype(">i4"),
+    )  # fmt: skip
+    vf.evaluate(data, vf.ValueFormer(num_layers=2)).save(tmp_path)
+    write_report(tmp_path)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_single_episode_is_not_called_held_out(tmp_path: Path) -> None:
+    vf.evaluate(goal_walk(episodes=1)).save(tmp_path)
+    write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "fitted to it" in page
+    assert "that the context left out" not in page
+
+
 def test_a_robot_log_is_evaluated_well() -> None:
     """Bundled pick-place, low noise: figures of docs/results/foundation.md within rounding of another machine."""
     result = vf.evaluate(vf.load("sample:pick-place-v3/low"), vf.ValueFormer(gamma=0.9))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -137,6 +139,19 @@ def test_softmax_of_far_queries_is_finite() -> None:
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0, 1.0]]))
 
 
+@pytest.mark.parametrize("name", ["rbf", "laplace", "matern15", "matern25", "rq", "softmax-rbf", "softmax-matern"])
+@pytest.mark.parametrize("temperature_scale", [1e-15, 1.0, 1e15])
+def test_stationary_kernels_are_finite_at_any_distance(name: str, temperature_scale: float) -> None:
+    kernel: Any = ALL[name]
+    if isinstance(kernel, Softmax):
+        kernel = Softmax(dataclasses.replace(cast(Any, kernel.kernel), temperature=temperature_scale))
+    else:
+        kernel = dataclasses.replace(kernel, temperature=temperature_scale)
+    assert kernel.stationary
+    x = torch.tensor([[0.0, 0.0], [1e-10, 0.0], [1e3, 1e3], [1e15, -1e15]])
+    assert bool(kernel(x, x).isfinite().all())
+
+
 def test_float32_distances_do_not_lose_digits_to_the_offset() -> None:
     """THEORY section 6: uncentred float32 logits are off by 1.7 at a mean shift of 1000."""
     generator = torch.Generator().manual_seed(0)
@@ -149,8 +164,9 @@ def test_float32_distances_do_not_lose_digits_to_the_offset() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RBF(-1.0), "RBF.temperature: expected a finite number > 0, got -1.0"),
+        (lambda: RBF(-1.0), "RBF.temperature: expected a number > 0"),
         (lambda: RBF(float("nan")), "got nan"),
+        (lambda: RBF(1e-320), "1e-30 to 1e30"),
         (lambda: Matern(1.0, nu=2.0), "Matern.nu"),
         (lambda: RBF(1.0) * -2.0, "Scale.factor"),
         (lambda: Softmax(Linear()), "strictly positive"),

@@ -231,8 +231,14 @@ def test_overflow_is_reported_not_returned() -> None:
     data = walk(0, dtype=np.float32)
     solution = vf.solve(RBF(1.0), data, data.observations, gamma=0.9, step_size=1e6, num_layers=100)
     assert solution.status == "diverged"
-    assert bool(solution.values.isfinite().all())
     assert bool((solution.values == 0).all())  # the best layer is the start
+    assert "overflowed" in solution.message
+    for step in (1e6, 1e37, 1e200):
+        solution = vf.solve(RBF(1.0), data, data.observations, gamma=0.9, step_size=step, num_layers=100, record=True)
+        assert solution.trace is not None
+        assert bool(solution.td_error.isfinite().all())
+        assert bool(solution.trace.isfinite().all())
+        assert len(solution.trace) == len(solution.td_error) == solution.stats["layers"] < 100
 
 
 def test_guarded_path_reproduces_the_solution() -> None:
@@ -303,12 +309,25 @@ def test_tabular_context_is_exact_policy_evaluation() -> None:
         ({"step_size": -0.1}, "step_size"),
         ({"step_size": [0.1, 0.2]}, "step_size: expected 3 numbers, one per layer, got 2"),
         ({"step_size": float("inf")}, "step_size"),
+        ({"queries": np.full((1, 3), np.nan)}, "queries: expected finite"),
+        ({"queries": np.zeros((2, 2))}, r"queries: expected shape \(m, 3\)"),
+        ({"queries": np.full((1, 3), 1e200)}, "queries: expected finite numbers up to"),
+        ({"kernel": "rbf"}, "kernel: expected a vf.kernels.Kernel"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict, message: str, context: vf.Transitions) -> None:
-    arguments = {"gamma": 0.9, "step_size": 0.1, "num_layers": 3} | changes
+    arguments = {"kernel": kernels.RBF(1.0), "gamma": 0.9, "step_size": 0.1, "num_layers": 3} | changes
     with pytest.raises(vf.InputError, match=message):
-        vf.solve(kernels.RBF(1.0), context, **arguments)
+        vf.solve(data=context, **arguments)
+
+
+def test_states_and_rewards_that_overflow_the_dtype_are_refused(context: vf.Transitions) -> None:
+    far = context.replace(observations=context.observations * 1e200)
+    with pytest.raises(vf.InputError, match="context states: expected finite numbers up to"):
+        vf.solve(RBF(1.0), far, gamma=0.9, step_size=0.1, num_layers=3)
+    rich = walk(0, dtype=np.float32).replace(rewards=np.full(24, 1e60))
+    with pytest.raises(vf.InputError, match=r"rewards: expected numbers that torch\.float32 holds"):
+        vf.solve(RBF(1.0), rich, gamma=0.9, step_size=0.1, num_layers=3)
 
 
 def test_context_that_cannot_fit_into_memory_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

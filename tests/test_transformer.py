@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -101,8 +103,21 @@ def test_mismatched_prompts_are_refused() -> None:
         vf.Prompt.from_transitions(walk(0), QUERIES[:, :2])
     with pytest.raises(vf.InputError, match="prompts: expected one layout"):
         vf.Prompt.stack([vf.Prompt.from_transitions(walk(0), QUERIES[:k]) for k in (1, 2)])
-    with pytest.raises(vf.InputError, match="step_size: expected 2 numbers"):
-        vf.construct(RBF(1.0), gamma=0.9, step_size=[0.1], num_layers=2)
+    for changes, message in (
+        ({"step_size": [0.1]}, "step_size: expected 2 numbers"),
+        ({"step_size": float("nan")}, "step_size"),
+        ({"step_size": -1.0}, "step_size"),
+        ({"step_size": "fast"}, "step_size"),
+        ({"ridge": float("nan")}, "ridge"),
+        ({"ridge": -1.0}, "ridge"),
+        ({"num_layers": "auto"}, "num_layers"),
+        ({"num_layers": 2.5}, "num_layers"),
+        ({"layout": "pairs"}, "layout"),
+        ({"gamma": 2.0}, "gamma"),
+    ):
+        arguments: dict[str, Any] = {"gamma": 0.9, "step_size": 0.1, "num_layers": 2} | changes
+        with pytest.raises(vf.InputError, match=message):
+            vf.construct(RBF(1.0), **arguments)
 
 
 def test_trajectory_layout_refuses_rows_that_do_not_follow() -> None:

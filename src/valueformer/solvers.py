@@ -264,22 +264,21 @@ def iterate(
             break
     failed = overflowed or not size <= initial
     layers = len(errors)
+    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(size, initial):.2g} of its start"
     if failed:
+        grew = "overflowed" if overflowed else f"grew to {_ratio(size, initial):.2g} times its start"
         a, td, pull = best
         del path[best_length:]
-        if guard:  # a rewind as any other: the record shows what is returned
-            errors[-1], rewinds = _mean_square(td), rewinds + 1
-    status: Status = "converged" if reached and not failed else "max_layers"
-    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(size, initial):.2g} of its start"
-    if failed and not guard:
-        status = "diverged"
-        grew = "overflowed" if overflowed else f"grew to {_ratio(size, initial):.2g} times its start"
+        reached = guard and best_size <= limit
         message = (
-            f"the residual {grew}; the best layer ({best_length}) is returned: "
+            f"no step improved on layer {best_length}, which is returned; a ridge or a smaller gamma may help"
+            if guard
+            else f"the residual {grew}; the best layer ({best_length}) is returned: "
             "use step_size='fast' or 'safe', a ridge, or a smaller gamma"
         )
-    elif failed:
-        message = f"no step improved on layer {best_length}, which is returned; a ridge or a smaller gamma may help"
+        if guard:  # a rewind as any other: the record shows what is returned
+            errors[-1], rewinds = _mean_square(td), rewinds + 1
+    status: Status = "diverged" if failed and not guard else "converged" if reached else "max_layers"
     stats = {"step_sizes": path, "rewinds": rewinds, "layers": layers, "initial_td_error": _mean_square(r)}
     solution = Solution(a.new_zeros(0), a, torch.tensor(errors, dtype=torch.float64), status, message, stats)
     return solution, torch.stack(history) if history else a.new_zeros(0, len(context)) if record else None
