@@ -130,7 +130,7 @@ def verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> s
             f"(TD error {heldout.tdc:.2f} times the best constant's); more episodes or a smaller gamma may help."
         )
     explained = heldout.explained_variance
-    part = "" if explained is None else f" and explain {max(explained, 0.0):.0%} of the variance of their returns"
+    part = "" if explained is None else f", and they explain {max(explained, 0.0):.0%} of the variance of the returns"
     quality = f"their TD error is {heldout.tdc:.2f} times that of the best constant"
     if explained is not None and explained < 0.5:
         return f"Read these values with caution: on episodes left out {quality}{part}."

@@ -63,11 +63,11 @@ def evaluation_chart(document: dict[str, Any], columns: dict[str, NDArray[Any]])
         offset=12,
     )
     return (
-        alt.vconcat(episodes, alt.hconcat(*lower, spacing=48), spacing=28, title=title)
+        alt.vconcat(episodes, alt.hconcat(*lower, spacing=120), spacing=28, title=title, padding=14)
         .configure_view(stroke=None)
         .configure_axis(grid=True, gridColor="#eceef1", domainColor="#999", titleFontWeight="normal", labelFontSize=11)
         .configure_header(labelFontSize=12, titleFontSize=12, titleFontWeight="normal")
-        .configure_legend(labelFontSize=12, symbolStrokeWidth=3)
+        .configure_legend(orient="top", labelFontSize=12, symbolStrokeWidth=3, symbolSize=200)
     )
 
 
@@ -95,6 +95,7 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
             rows["y"] += [None if not np.isfinite(v) else float(v) for v in y]
             rows["what"] += [name] * len(steps)
     domain = [label, _RETURN, _PARTIAL]
+    picked = alt.selection_point(fields=["what"], bind="legend")  # click on the legend to single a line out
     base = (
         alt.Chart(pa.table(rows))
         .mark_line(strokeWidth=2, clip=True)
@@ -103,9 +104,16 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
             y=alt.Y("y:Q", title="value, in units of reward", scale=alt.Scale(zero=False)),
             color=alt.Color("what:N", title=None, scale=alt.Scale(domain=domain, range=[_BLUE, _ORANGE, _ORANGE])),
             strokeDash=alt.StrokeDash("what:N", title=None, scale=alt.Scale(domain=domain, range=[[1, 0], [1, 0], [3, 3]])),
-            tooltip=[alt.Tooltip("what:N"), alt.Tooltip("step:Q"), alt.Tooltip("y:Q", format=".4g")],
+            opacity=alt.condition(picked, alt.value(1.0), alt.value(0.12)),
+            tooltip=[
+                alt.Tooltip("episode:N"),
+                alt.Tooltip("what:N", title="line"),
+                alt.Tooltip("step:Q"),
+                alt.Tooltip("y:Q", title="value", format=".4g"),
+            ],
         )
-        .properties(width=400, height=170)
+        .properties(width=420, height=170)
+        .add_params(picked, alt.selection_interval(bind="scales"))  # drag and scroll to zoom
     )
     order = [f"episode {episode}" for episode in shown]
     title = "Value along episodes that the context left out" if label == _VALUE else "Value along the episode, fitted to it"
@@ -135,9 +143,9 @@ def _layer_panel(document: dict[str, Any]) -> Panel:
             reference["error"].append(held["td_error"] / held["tdc"])
         rules = alt.Chart(pa.table(reference))
         marks.append(rules.mark_rule(strokeDash=[5, 4], color=_GREY).encode(y="error:Q"))
-        text = rules.mark_text(align="right", baseline="bottom", dx=-4, dy=-2, color="#555", fontSize=11)
-        marks.append(text.encode(y="error:Q", x=alt.value(380), text="what:N"))
-    return alt.layer(line, *marks).properties(width=380, height=230, title=_subtitle("TD error on the context, layer by layer"))
+        text = rules.mark_text(align="left", baseline="middle", dx=5, color="#555", fontSize=11)
+        marks.append(text.encode(y="error:Q", x=alt.value(330), text="what:N"))
+    return alt.layer(line, *marks).properties(width=330, height=230, title=_subtitle("TD error on the context, layer by layer"))
 
 
 def _scatter_panel(
@@ -155,14 +163,18 @@ def _scatter_panel(
         alt.Chart(pa.table(table))
         .mark_circle(size=16, opacity=0.35, color=_BLUE)
         .encode(
-            x=alt.X("ret:Q", title=_RETURN, scale=alt.Scale(domain=[low, high], nice=True)),
+            x=alt.X("ret:Q", title=_RETURN, scale=alt.Scale(domain=[low, high], nice=True), axis=alt.Axis(tickCount=6)),
             y=alt.Y("val:Q", title=label, scale=alt.Scale(domain=[low, high], nice=True)),
-            tooltip=["episode:N", alt.Tooltip("ret:Q", format=".4g"), alt.Tooltip("val:Q", format=".4g")],
+            tooltip=[
+                "episode:N",
+                alt.Tooltip("ret:Q", title=_RETURN, format=".4g"),
+                alt.Tooltip("val:Q", title=label, format=".4g"),
+            ],
         )
     )
     diagonal = alt.Chart(pa.table({"ret": [low, high], "val": [low, high]})).mark_line(color=_GREY, strokeDash=[5, 4])
     both = alt.layer(diagonal.encode(x="ret:Q", y="val:Q"), points)
-    return both.properties(width=350, height=230, title=_subtitle("Values against returns (dashed: equal)"))
+    return both.interactive().properties(width=330, height=230, title=_subtitle("Values against returns (dashed: equal)"))
 
 
 def _subtitle(text: str) -> alt.TitleParams:
