@@ -64,7 +64,7 @@ def main() -> None:
             if row["gamma"] == gamma and row["temperature"] == DEFAULT:
                 numbers = [text(row[k]) for k in ("td_ratio", "td_ratio_constant", "tdc", "explained_variance")]
                 print(f"| {row['sample']} | {' | '.join(numbers)} | {row['status']} | {row['verdict'].split(':')[0]} |")
-    print("\n| temperature | geometric mean TD ratio, gamma 0.9 | median explained variance | geometric mean TD ratio, gamma 0.99 |")
+    print("\n| temperature | TD ratio, gamma 0.9 | median explained variance | TD ratio, gamma 0.99 |")
     print("|---|---|---|---|")
     for temperature in TEMPERATURES:
         near, far = ([r for r in rows if r["gamma"] == g and r["temperature"] == temperature] for g in GAMMAS)
