@@ -241,6 +241,16 @@ def test_odd_names_of_files_are_shown_as_they_are(run, tmp_path: Path) -> None:
         assert (tmp_path / "out" / "report.html").exists()
 
 
+def test_an_interrupt_is_clean(run, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("valueformer.evaluation.evaluate", interrupt)
+    outcome = run("evaluate", log, "--out", tmp_path / "out")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_installed_command_runs_as_a_process(log: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from valueformer.cli import main; main()"]
     done = subprocess.run([*command, "evaluate", str(log), "--json"], capture_output=True, text=True, check=False)

@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import track
 
 import valueformer as vf
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/foundation.json"), help="default: %(default)s")
     out: Path = parser.parse_args().out
     settings = list(itertools.product(names(), GAMMAS, TEMPERATURES))
-    rows = [evaluate(*setting) for setting in track(settings, description="Evaluating")]
+    rows = [evaluate(*setting) for setting in track(settings, description="Evaluating", console=Console(stderr=True))]
     write_text(out, to_json({"command": "python tools/sample_table.py", "valueformer": vf.__version__, "rows": rows}))
 
     for gamma in GAMMAS:

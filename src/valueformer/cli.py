@@ -29,6 +29,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Ratios measured in one run on this machine.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
+_INTERRUPTED = 130  # the shell's code for Ctrl-C
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of it that newer versions of typer carry
 
 OUTPUTS = ("values.parquet", "result.json", "report.png", "report.html")
@@ -203,8 +204,9 @@ def main() -> None:
     except (InputError, MissingExtraError) as error:
         code = _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
         sys.stderr.write("interrupted\n")
-        code = 130
     sys.exit(code)
 
 
