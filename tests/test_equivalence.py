@@ -25,6 +25,9 @@ KERNELS: dict[str, tuple[Kernel, Heads, bool]] = {
     "softmax-dot": (Softmax(ExpDot(2.0)), [(1, "expdot", 2.0)], True),
     "matern": (Matern(1.5, nu=1.5), [(1, "matern15", 1.5)], False),
     "rational-quadratic": (RationalQuadratic(1.5), [(1, "rq", 1.5)], False),
+    "matern25": (Matern(1.5), [(1, "matern25", 1.5)], False),
+    "softmax-laplace": (Softmax(Laplace(1.5)), [(1, "laplace", 1.5)], True),
+    "scaled softmax": (Softmax(RBF(1.3)) * 0.7, [(0.7, "rbf", 1.3)], True),
     "two temperatures": (RBF(0.5) * 0.7 + RBF(4.0), [(0.7, "rbf", 0.5), (1, "rbf", 4.0)], False),
     "mixed heads": (
         RBF(0.5) + Laplace(2.0) * 0.5 + Linear() * 0.1,
@@ -98,7 +101,7 @@ def test_transformer_solver_and_oracle_agree(name: str, ends: str, variant: str,
     # unequal steps: one per layer
     steps = [step_for(softmax) * (1.0 + 0.5 * np.sin(layer)) for layer in range(40)]
     values, errors = expected(data, queries, heads, softmax, steps, ridge)
-    squares = np.square(errors).mean(axis=1)[:, None]
+    squares = np.average(np.square(errors), axis=1, weights=data.sample_weight)[:, None]
 
     solution = vf.solve(kernel, data, queries, gamma=GAMMA, step_size=steps, num_layers=40, ridge=ridge, record=True)
     assert solution.trace is not None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils import estimator_checks
@@ -375,6 +378,95 @@ def test_convergence_is_measured_against_the_rewards() -> None:
     assert np.sqrt(model.td_error_[-1]) < 1e-3 * 10
     assert model.solution_.status == "converged"
     assert vf.ValueFormer(gamma=0.9, step_size=1e-300).fit(walk(0)).solution_.status == "max_layers"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_set_after_fit_change_nothing_fitted(layout: Any) -> None:
+    data = walk(0)
+    model = vf.ValueFormer(gamma=0.9, layout=layout).fit(data)
+    values, score = model.predict(QUERIES), model.score(data)
+    model.set_params(gamma=0.5, dtype="float64", ridge=1.0, layout="two_group", scaler="none", kernel="laplace")
+    np.testing.assert_array_equal(model.predict(QUERIES), values)
+    assert model.score(data) == score
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_far_queries_read_the_level_in_every_layout(layout: Any) -> None:
+    """A far query scores itself with a rounding error larger than any gate; it must stay silent as a key."""
+    model = vf.ValueFormer(gamma=0.9, layout=layout).fit(walk(0))
+    for scale in (1e4, 1e6, 1e9, 1e12):
+        far = model.predict(np.concatenate([QUERIES[:3] * scale, QUERIES[:3]]))
+        np.testing.assert_allclose(far[:3], model.level_, rtol=1e-5)
+        np.testing.assert_allclose(far[3:], model.predict(QUERIES[:3]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kernel", ["rbf", "linear", "laplace", "softmax-rbf"])
+def test_junk_behind_a_terminal_is_never_read(layout: Any, kernel: str) -> None:
+    data = walk(0)
+    junk = data.replace(next_observations=np.where(data.terminated[:, None], 1e200, data.next_observations))
+    a, b = (vf.ValueFormer(gamma=0.9, layout=layout, kernel=kernel).fit(d).predict(QUERIES) for d in (data, junk))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_data_and_fitted_models_survive_pickle_and_deepcopy() -> None:
+    data = walk(0).replace(dropped={"why": 1})
+    for layout in ("fast", "pair"):
+        model = vf.ValueFormer(gamma=0.9, layout=layout).fit(data)
+        for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            np.testing.assert_array_equal(twin.predict(QUERIES), model.predict(QUERIES))
+    twin = pickle.loads(pickle.dumps(data))
+    assert dict(twin.dropped) == {"why": 1}
+    with pytest.raises(ValueError, match="read-only"):
+        twin.rewards[0] = 1.0
+    lazy = vf.construct(RBF(1.0), gamma=0.9, step_size=0.1, num_layers=2)
+    prompt = vf.Prompt.from_transitions(data, QUERIES)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(lazy))(prompt).trace, lazy(prompt).trace)
+
+
+def test_numpy_step_sizes_and_early_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = np.full(5, 0.01)
+    model = vf.ValueFormer(step_size=steps, num_layers=5).fit(walk(0))  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(
+        model.predict(QUERIES), vf.ValueFormer(step_size=0.01, num_layers=5).fit(walk(0)).predict(QUERIES)
+    )
+    monkeypatch.setattr("valueformer.estimator.Context", None)  # refused before the kernel matrix is built
+    refused: list[dict[str, Any]] = [
+        {"num_layers": 0, "algorithm": "lstd"},
+        {"step_size": "quick"},
+        {"random_state": "a"},
+        {"gamma": True},
+    ]
+    for parameters in refused:
+        with pytest.raises(vf.InputError):
+            vf.ValueFormer(**parameters).fit(walk(0))
+
+
+def test_td_errors_are_weighted_alike_everywhere() -> None:
+    data = walk(0, sample_weight=np.where(np.arange(24) == 5, 1.0, 1e-3))
+    for layout in LAYOUTS:
+        model = vf.ValueFormer(gamma=0.9, dtype="float64", layout=layout).fit(data)
+        _, td = model.values_and_td_errors(data)
+        assert model.td_error_[-1] == pytest.approx(np.average(td**2, weights=data.sample_weight))
+
+
+def test_a_kernel_that_could_not_be_read_back_is_refused_at_save(tmp_path: Path) -> None:
+    class Mine(RBF):
+        pass
+
+    with pytest.raises(vf.InputError, match="kernel config: name"):
+        vf.ValueFormer(kernel=Mine(1.0)).fit(walk(0)).save(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_every_layout_runs_on_every_device(device: str, layout: Any, tmp_path: Path) -> None:
+    model = vf.ValueFormer(gamma=0.9, device=device, layout=layout).fit(walk(0))
+    assert np.isfinite(model.predict(QUERIES)).all()
+    model.save(tmp_path)
+    assert "device" not in json.loads((tmp_path / "config.json").read_text())["parameters"]
+    np.testing.assert_allclose(vf.ValueFormer.load(tmp_path, device="cpu").predict(QUERIES), model.predict(QUERIES), rtol=1e-4)
 
 
 def test_numpy_numbers_are_parameters_too(tmp_path: Path) -> None:

@@ -79,6 +79,17 @@ def test_values_are_right_on_a_system_whose_value_is_known(result: vf.Evaluation
     assert result.verdict.startswith("These values hold on episodes left out")
 
 
+def test_shuffled_rows_give_the_same_answers() -> None:
+    data = goal_walk()
+    rows = np.random.default_rng(0).permutation(len(data))
+    model = vf.ValueFormer(gamma=0.7, dtype="float64")
+    straight, mixed = vf.evaluate(data, model), vf.evaluate(data[rows], model)
+    np.testing.assert_allclose(
+        np.sort(mixed.initial_value["per_episode"]), np.sort(straight.initial_value["per_episode"]), rtol=1e-6
+    )
+    np.testing.assert_allclose(mixed.table["value"], straight.table["value"][rows], rtol=1e-6, atol=1e-6)
+
+
 def test_no_leakage_between_folds() -> None:
     """Rewards of a held-out episode must not reach its own held-out values."""
     data = goal_walk()

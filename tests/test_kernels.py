@@ -123,6 +123,14 @@ def test_values_equal_the_textbook_formula(name: str, points: torch.Tensor) -> N
     np.testing.assert_allclose(kernel(points[:5], points[5:]).numpy(), expected, rtol=1e-13, atol=1e-14)
 
 
+def test_kernels_add_up_with_sum_and_refuse_other_things(points: torch.Tensor) -> None:
+    both = sum([RBF(1.0), Laplace(2.0)])
+    assert isinstance(both, kernels.Sum)
+    torch.testing.assert_close(both(points, points), RBF(1.0)(points, points) + Laplace(2.0)(points, points))
+    with pytest.raises(TypeError):
+        RBF(1.0) * "2"  # pyright: ignore[reportOperatorIssue]
+
+
 def test_relu_is_rightly_declared_indefinite() -> None:
     generator = torch.Generator().manual_seed(0)
     smallest = [

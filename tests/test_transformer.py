@@ -128,6 +128,37 @@ def test_trajectory_layout_refuses_rows_that_do_not_follow() -> None:
     vf.Prompt.from_transitions(broken, layout="pair")
 
 
+def test_prompts_check_and_centre() -> None:
+    data = walk(0, dtype=np.float32)
+    with pytest.raises(vf.InputError, match="queries: expected finite numbers"):
+        vf.Prompt.from_transitions(data, np.full((1, 3), np.nan))
+    with pytest.raises(vf.InputError, match="prompts: expected at least one"):
+        vf.Prompt.stack([])
+    line = vf.Prompt.from_transitions(walk(0, dim=1), np.zeros(4))
+    assert line.num_queries == 4
+    far = data.replace(observations=data.observations + 1000, next_observations=data.next_observations + 1000)
+    centre = far.observations.mean(axis=0)
+    exact = vf.solve(RBF(1.0), data, QUERIES, gamma=0.9, step_size=0.05, num_layers=10, dtype=torch.float64).values
+    model = vf.construct(RBF(1.0), gamma=0.9, step_size=0.05, num_layers=10)
+    values = model(vf.Prompt.from_transitions(far, QUERIES + 1000, centre=centre)).query_values
+    assert float((values.double() - exact).abs().max()) < 2e-3 * float(exact.abs().max())
+
+
+def test_a_transformer_without_matrices_says_so() -> None:
+    lazy = vf.construct(RBF(1.0), gamma=0.9, step_size=0.1, num_layers=2)
+    for use in (lazy.state_dict, lambda: lazy.load_state_dict({}), lazy.float):
+        with pytest.raises(vf.InputError, match="pass obs_dim to construct, or run a prompt first"):
+            use()
+
+
+def test_shuffled_rows_make_the_same_trajectory() -> None:
+    data = walk(0)
+    shuffled = data[np.random.default_rng(0).permutation(24)]
+    model = vf.construct(RBF(1.0), layout="trajectory", gamma=0.9, step_size=0.05, num_layers=5)
+    a, b = (model(vf.Prompt.from_transitions(d, QUERIES, layout="trajectory")).trace for d in (data, shuffled))
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 def test_interleaved_episodes_make_the_same_trajectory_values() -> None:
     data = walk(0, (4, 4), ("terminated", "truncated"))
     order = np.array([0, 4, 1, 5, 2, 6, 3, 7])

@@ -12,12 +12,13 @@ from valueformer.errors import InputError, MissingExtraError
 from valueformer.estimator import DivergenceWarning, ValueFormer
 from valueformer.evaluation import evaluate
 from valueformer.inspection import DataReport
+from valueformer.metrics import HeldOut
 from valueformer.prompt import Prompt
 from valueformer.results import Evaluation
 from valueformer.solvers import Solution, solve
 from valueformer.sources import load
-from valueformer.transformer import Transformer
-from valueformer.transitions import Transitions, concatenate
+from valueformer.transformer import Transformer, TransformerOutput
+from valueformer.transitions import Returns, Transitions, concatenate
 from valueformer.version import __version__
 
 load_model = ValueFormer.load
@@ -26,11 +27,14 @@ __all__ = [
     "DataReport",
     "DivergenceWarning",
     "Evaluation",
+    "HeldOut",
     "InputError",
     "MissingExtraError",
     "Prompt",
+    "Returns",
     "Solution",
     "Transformer",
+    "TransformerOutput",
     "Transitions",
     "ValueFormer",
     "__version__",

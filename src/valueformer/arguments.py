@@ -18,13 +18,13 @@ MAX_DEPTH = 1_000_000
 
 def check_gamma(gamma: float) -> None:
     """Raise InputError unless gamma is a number in [0, 1]."""
-    if not (isinstance(gamma, numbers.Real) and 0.0 <= gamma <= 1.0):
+    if isinstance(gamma, bool) or not (isinstance(gamma, numbers.Real) and 0.0 <= gamma <= 1.0):
         raise InputError("gamma", "a number in [0, 1]", repr(gamma), "0.99 looks about 100 steps ahead, 0.9 about 10")
 
 
 def check_ridge(ridge: float) -> None:
     """Raise InputError unless the ridge is a finite number >= 0."""
-    if not (isinstance(ridge, numbers.Real) and 0.0 <= ridge < math.inf):
+    if isinstance(ridge, bool) or not (isinstance(ridge, numbers.Real) and 0.0 <= ridge < math.inf):
         raise InputError("ridge", "a finite number >= 0", repr(ridge))
 
 
@@ -33,7 +33,7 @@ def check_steps(step_size: float | Sequence[float], num_layers: int) -> list[flo
     whole = isinstance(num_layers, numbers.Integral) and not isinstance(num_layers, bool)
     if not whole or not 1 <= num_layers <= MAX_DEPTH:
         raise InputError("num_layers", f"a whole number from 1 to {MAX_DEPTH}", repr(num_layers))
-    if isinstance(step_size, numbers.Real):
+    if isinstance(step_size, numbers.Real) and not isinstance(step_size, bool):
         steps = [float(step_size)] * int(num_layers)
     elif isinstance(step_size, (Sequence, np.ndarray)) and all(isinstance(step, numbers.Real) for step in step_size):
         steps = [float(step) for step in step_size]

@@ -67,6 +67,11 @@ def evaluate(
     layout: Annotated[
         str, typer.Option(help="fast (solver), or pair, residual, trajectory, two_group (transformer).")
     ] = "fast",
+    algorithm: Annotated[str, typer.Option(help="td (layers) or lstd (their limit, in closed form).")] = "td",
+    ridge: Annotated[float, typer.Option(help="Leak of the residual stream, in units of the kernel.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ..")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seeds the scaler's subsample.")] = 0,
     query: Annotated[
         Path | None, typer.Option(help="File of states to ask about: obs_* columns or an observations array.")
     ] = None,
@@ -90,6 +95,11 @@ def evaluate(
         gamma=gamma,
         scaler=scaler,  # pyright: ignore[reportArgumentType]  # checked by fit
         layout=layout,  # pyright: ignore[reportArgumentType]
+        algorithm=algorithm,  # pyright: ignore[reportArgumentType]
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        ridge=ridge,
+        device=device,
+        random_state=seed,
     )
     transitions = load(data)
     queries = None if query is None else load_observations(query, transitions.obs_names)

@@ -13,8 +13,8 @@
 |            | s_j of B tokens  | s_i or s'_i  | value <- alpha gamma value                                |
 
 The paper's two trajectory heads are three here: splitting the target's reward from its bootstrap lets a gate carry terminals
-and per-transition discounts; without them the last two merge. A kernel that is a sum of attention heads repeats the table
-for each of its terms.
+and per-transition discounts; without them the last two merge. Terminal tokens need no update mask, since nothing reads their
+value. A kernel that is a sum of attention heads repeats the table for each of its terms.
 """
 
 from __future__ import annotations
@@ -92,16 +92,27 @@ def construct(
         raise InputError("layout", " | ".join(CHANNELS), repr(layout))
     check_ridge(ridge)
     steps = check_steps(step_size, num_layers)
-    kernels, roles = kernel.heads(), _roles(layout, gamma)
-
-    def build(width: int, to: torch.dtype) -> list[AttentionBlock]:
-        return [_block(kernels, roles, layout, step, ridge, width).to(to) for step in steps]
-
+    build = _Builder(tuple(kernel.heads()), layout, gamma, tuple(steps), ridge)
     return Transformer(build if obs_dim is None else build(obs_dim, dtype), layout=layout, gamma=gamma)
 
 
+@dataclass(frozen=True)
+class _Builder:
+    """The blocks of a construction, as a function of the states' dimension."""
+
+    kernels: tuple[HeadKernel, ...]
+    layout: Layout
+    gamma: float
+    steps: tuple[float, ...]
+    ridge: float
+
+    def __call__(self, obs_dim: int, dtype: torch.dtype) -> list[AttentionBlock]:
+        roles = _roles(self.layout, self.gamma)
+        return [_block(self.kernels, roles, self.layout, step, self.ridge, obs_dim).to(dtype) for step in self.steps]
+
+
 def _block(
-    kernels: list[HeadKernel], roles: list[_Role], layout: Layout, step: float, ridge: float, obs_dim: int
+    kernels: Sequence[HeadKernel], roles: list[_Role], layout: Layout, step: float, ridge: float, obs_dim: int
 ) -> AttentionBlock:
     slices = channel_slices(layout, obs_dim)
     width = slices[CHANNELS[layout][-1]].stop

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_is_fitted
-from torch import Tensor
 
 from valueformer import fields, kernels
 from valueformer.arguments import check_gamma, check_ridge, check_states, check_steps
@@ -22,8 +21,9 @@ from valueformer.features import Scaler, ScalerKind, fit_scaler
 from valueformer.kernels import Kernel
 from valueformer.metrics import best_constant, held_out_metrics
 from valueformer.prompt import Layout, Prompt
-from valueformer.solvers import Context, StepSize, distinct_states, evaluate_kernel_sum, fixed_point, iterate
+from valueformer.solvers import MAX_LAYERS, Context, StepSize, distinct_states, evaluate_kernel_sum, fixed_point, iterate
 from valueformer.storage import PersistentModel
+from valueformer.transformer import Transformer
 from valueformer.transitions import Transitions
 
 __all__ = ["DivergenceWarning", "ValueFormer"]
@@ -73,11 +73,14 @@ class ValueFormer(PersistentModel):
     solution_ : Solution
         Status, message and statistics, in units of the rewards.
     td_error_ : ndarray (L,)
-        Mean squared TD error on the context after each layer.
+        Mean squared TD error on the context after each layer, weighted as the transitions are. With a literal layout one per
+        layer of the transformer, which leaves out the layers that the guard took back.
     level_ : float
         The initial level.
     scaler_ : Scaler
     kernel_ : Kernel
+    transformer_ : Transformer or None
+        The literal transformer, with a layout other than "fast".
     n_features_in_ : int
     """
 
@@ -131,6 +134,7 @@ class ValueFormer(PersistentModel):
             raise InputError("data", "vf.Transitions", type(data).__name__, "load it first: vf.load(data)")
         self.kernel_ = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
         self.n_features_in_ = data.obs_dim
+        self.gamma_ = float(self.gamma)
         self.scaler_ = fit_scaler(self.scaler, data.observations, self.random_state)
         if self.scaler == "none" and self.kernel_.stationary:  # the kernel cannot tell, and float32 keeps its digits
             self.scaler_ = Scaler(data.observations.astype(np.float64).mean(axis=0), self.scaler_.factor)
@@ -150,13 +154,14 @@ class ValueFormer(PersistentModel):
                 raise InputError("initial_level", "a level within 1e150 times the rewards", str(self.initial_level))
         self.level_ = level * self.reward_unit_
         # V = level + f: kernel TD for f sees the rewards that the level leaves unexplained.
+        successors = np.where(data.terminated[:, None], data.observations, data.next_observations)  # the rest is never read
         self.context_ = data.with_numbers(
-            observations=self._scale(data.observations),
-            next_observations=self._scale(data.next_observations),
+            observations=self._scale(data.observations, np.dtype(self.dtype)),
+            next_observations=self._scale(successors, np.dtype(self.dtype)),
             rewards=(rewards - (1.0 - discount) * level).astype(self.dtype),
             sample_weight=weight,
         )
-        self._solve(float(np.square(rewards).mean()))
+        self._solve(float(np.average(np.square(rewards), weights=weight)))
         if self.solution_.status in ("diverged", "singular"):
             warnings.warn(f"{self.solution_.status}: {self.solution_.message}", DivergenceWarning, stacklevel=2)
         return self
@@ -176,9 +181,10 @@ class ValueFormer(PersistentModel):
                 reward_square=reward_square,
             )
         steps = solution.stats["step_sizes"]
-        if self.layout != "fast" and steps:
-            output = self._transformer(steps)(Prompt.from_transitions(self.context_, layout=self.layout))
-            solution = dataclasses.replace(solution, td_error=output.td_error)
+        self.transformer_ = self._transformer(steps) if self.layout != "fast" and steps else None
+        if self.transformer_ is not None:
+            output = self.transformer_(self._prompt(self.transformer_, None))
+            solution = dataclasses.replace(solution, td_error=output.td_error.cpu())
         power = self.reward_unit_**2
         stats = dict(solution.stats) | {
             "initial_td_error": solution.stats["initial_td_error"] * power,
@@ -187,7 +193,7 @@ class ValueFormer(PersistentModel):
         self.solution_ = dataclasses.replace(solution, td_error=solution.td_error * power, stats=stats)
         self.td_error_ = self.solution_.td_error.numpy()
 
-    def _transformer(self, steps: Sequence[float]) -> torch.nn.Module:
+    def _transformer(self, steps: Sequence[float]) -> Transformer:
         assert self.layout != "fast"
         return construct(
             self.kernel_,
@@ -200,6 +206,10 @@ class ValueFormer(PersistentModel):
             dtype=self._dtype,
         ).to(self._device)
 
+    def _prompt(self, transformer: Transformer, states: NDArray[Any] | None) -> Prompt:
+        device = next(transformer.buffers()).device
+        return Prompt.from_transitions(self.context_, states, layout=transformer.layout, device=device)
+
     # -- predict ------------------------------------------------------------------------------------------------------------
 
     def predict(self, observations: ArrayLike | Transitions) -> NDArray[Any]:
@@ -207,9 +217,12 @@ class ValueFormer(PersistentModel):
 
         Raises NotFittedError before fit, InputError for another dimension or numbers that are not finite.
         """
-        values = self._predict(observations).astype(self.dtype)
+        values = self._predict(observations)
+        dtype = self.context_.observations.dtype
+        with np.errstate(over="ignore"):
+            values = values.astype(dtype)
         if not np.isfinite(values).all():
-            largest = np.finfo(self.dtype).max
+            largest = np.finfo(dtype).max
             raise InputError("values", f"numbers below {largest:.2g}", "an overflow", "use dtype='float64' or rescale rewards")
         return values
 
@@ -226,30 +239,24 @@ class ValueFormer(PersistentModel):
                 str(points.shape[1]),
                 "same columns",
             )
-        dual_coef, steps = self.solution_.dual_coef, self.solution_.stats["step_sizes"]
-        states = torch.tensor(self._scale(points), device=self._device).to(dual_coef)  # (m, d)
-        if self.layout == "fast" or not steps:
+        states = self._scale(points, self.context_.observations.dtype)  # (m, d)
+        if self.transformer_ is None:
+            dual_coef = self.solution_.dual_coef
             centres = torch.tensor(self.context_.observations).to(dual_coef)  # (n, d)
-            values = evaluate_kernel_sum(self.kernel_, states, centres, dual_coef)
+            values = evaluate_kernel_sum(self.kernel_, torch.tensor(states).to(dual_coef), centres, dual_coef)
         else:
-            values = self._read_out(states, steps)
+            size = max(512, _LITERAL_TOKENS - 2 * len(self.context_))
+            prompts = (self._prompt(self.transformer_, states[start : start + size]) for start in range(0, len(states), size))
+            parts = [self.transformer_(prompt).query_values for prompt in prompts]
+            values = torch.cat(parts) if parts else torch.zeros(0)
         return self.level_ + values.double().cpu().numpy() * self.reward_unit_
-
-    def _read_out(self, states: Tensor, steps: Sequence[float]) -> Tensor:
-        assert self.layout != "fast"
-        transformer, parts = self._transformer(steps), []
-        size = max(512, _LITERAL_TOKENS - 2 * len(self.context_))
-        for start in range(0, len(states), size):
-            chunk = states[start : start + size].cpu().numpy()
-            prompt = Prompt.from_transitions(self.context_, chunk, layout=self.layout, dtype=self._dtype, device=self._device)
-            parts.append(transformer(prompt).query_values)
-        return torch.cat(parts) if parts else states.new_zeros(0)
 
     def values_and_td_errors(self, data: Transitions) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return V(s_i) and ``delta_i = r_i + gamma_i V(s'_i) - V(s_i)``, each ``(n,)``, on any transitions."""
-        states, successor = distinct_states(data, self.gamma)
+        check_is_fitted(self)
+        states, successor = distinct_states(data, self.gamma_)
         values = self._predict(states)  # (u,): a state that is also a successor is asked about once
-        bootstrap = data.discount(self.gamma) * values[successor]
+        bootstrap = data.discount(self.gamma_) * values[successor]
         values = values[: len(data)]
         return values, data.rewards.astype(np.float64) + bootstrap - values
 
@@ -259,20 +266,20 @@ class ValueFormer(PersistentModel):
         NaN never leaves: where a constant is exact (TDc undefined) the score is 0.
         """
         values, td = self.values_and_td_errors(data)
-        metrics = held_out_metrics(data, self.gamma, values=values, td=td, n_folds=1)
+        metrics = held_out_metrics(data, self.gamma_, values=values, td=td, n_folds=1)
         return 0.0 if metrics.tdc is None else 1.0 - metrics.tdc
 
     # -- details ------------------------------------------------------------------------------------------------------------
 
-    def _scale(self, observations: NDArray[Any]) -> NDArray[Any]:
+    def _scale(self, observations: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         with np.errstate(over="ignore"):
             states = self.scaler_.transform(observations)
         if self.kernel_.stationary:
             # A query may lie so far away that its state overflows: to the kernel all far points are alike.
-            limit = np.sqrt(np.finfo(self.dtype).max) / 2e3
+            limit = np.sqrt(np.finfo(dtype).max) / 2e3
             states = np.clip(states, -limit, limit)
-        check_states("observations", states, self._dtype)
-        return states.astype(self.dtype)
+        check_states("observations", states, getattr(torch, str(dtype)))
+        return states.astype(dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -301,12 +308,15 @@ class ValueFormer(PersistentModel):
         if self.dtype not in ("float32", "float64"):
             raise InputError("dtype", "'float32' or 'float64'", repr(self.dtype))
         level = self.initial_level
-        if level != "context" and not (isinstance(level, numbers.Real) and np.isfinite(level)):
+        if level != "context" and not (isinstance(level, numbers.Real) and not isinstance(level, bool) and np.isfinite(level)):
             raise InputError("initial_level", "'context' or a finite number", repr(level))
         check_ridge(self.ridge)
-        if not isinstance(self.step_size, str):
-            count = len(self.step_size) if isinstance(self.step_size, Sequence) else 1
-            check_steps(self.step_size, count)
+        if isinstance(self.step_size, str) and self.step_size not in ("fast", "safe"):
+            raise InputError("step_size", "'fast', 'safe', a number or a sequence of numbers", repr(self.step_size))
+        layers = MAX_LAYERS if self.num_layers == "auto" else self.num_layers
+        check_steps(1.0 if isinstance(self.step_size, str) else self.step_size, layers)
+        if isinstance(self.random_state, bool) or not isinstance(self.random_state, numbers.Integral) or self.random_state < 0:
+            raise InputError("random_state", "a whole number >= 0", repr(self.random_state))
 
 
 def _relative(weight: NDArray[Any] | None) -> NDArray[np.float64] | None:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import clone
 
 from valueformer import kernels
+from valueformer.errors import InputError
 from valueformer.estimator import DivergenceWarning, ValueFormer
 from valueformer.kernels import Kernel
 from valueformer.metrics import HeldOut, held_out_metrics
@@ -61,7 +62,7 @@ def evaluate(
     heldout = HeldOut(None, None, None, None, None, 0)
     if n_folds:
         heldout = held_out_metrics(data, model.gamma, values=held_value, td=held_td, n_folds=n_folds)
-    first = np.array([np.arange(len(data))[rows][0] for rows in data.episode_rows])
+    first = data.initial_rows
     solution, steps = model.solution_, model.solution_.stats["step_sizes"]
     return Evaluation(
         source=data.source,
@@ -108,10 +109,7 @@ def _unfitted(model: ValueFormer) -> ValueFormer:
 
 def _folds(data: Transitions, n_folds: int) -> NDArray[np.int64]:
     """Return the fold of each row: episodes in turn, so that drift over the log spreads over all folds."""
-    fold = np.zeros(len(data), np.int64)
-    for k, rows in enumerate(data.episode_rows):
-        fold[rows] = k % n_folds if n_folds else 0
-    return fold
+    return data.episode_index % max(n_folds, 1)
 
 
 def verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> str:
@@ -146,7 +144,7 @@ def _kernel_name(kernel: Kernel | str) -> str:
 def _temperature(kernel: Kernel) -> float | list[float] | None:
     try:
         heads = kernel.heads()
-    except kernels.InputError:
+    except InputError:
         return None
     found = [t for head in heads for factor in head.factors if (t := _own_temperature(factor)) is not None]
     return (found[0] if len(found) == 1 else found) if found else None

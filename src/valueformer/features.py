@@ -41,7 +41,7 @@ def fit_scaler(kind: ScalerKind, observations: NDArray[Any], random_state: int =
     - ``"isotropic"``: centre, divide all coordinates by the median pairwise distance (of a seeded subsample). Keeps the
       geometry; where more than half of the pairs coincide the root mean square distance is used.
     - ``"standardize"``: per coordinate zero mean and unit variance, columns below 1 % of the largest standard deviation
-      dropped, then divided by ``sqrt(2 d)``, the root mean square distance of standardised states.
+      dropped, then divided by ``sqrt(2 k)``, the root mean square distance over the k columns kept.
     - ``"none"``: the states as they are.
 
     Raises InputError for another kind.

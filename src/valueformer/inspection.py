@@ -56,10 +56,11 @@ class DataReport:
 
 def inspect(data: Transitions) -> DataReport:
     """Report what a log contains and every oddity that a person should know of."""
-    index = np.arange(len(data))
-    last = np.array([index[rows][np.argmax(data.steps[rows])] for rows in data.episode_rows])
-    unfinished = last[~(data.terminated | data.truncated)[last]]
-    lengths = np.array([len(data.rewards[rows]) for rows in data.episode_rows])
+    ended = np.zeros(data.n_episodes, bool)
+    np.logical_or.at(ended, data.episode_index, data.terminated | data.truncated)
+    is_last = data.steps == data.last_steps[data.episode_index]
+    unfinished = np.flatnonzero(is_last & ~ended[data.episode_index])
+    lengths = np.bincount(data.episode_index)
     rewards = data.rewards.astype(np.float64)
     unit = float(np.abs(rewards).max()) or 1.0  # the square of a huge reward would overflow
     action = "none" if data.actions is None else f"{data.actions.shape[1]} columns, {data.actions.dtype}"
@@ -72,7 +73,7 @@ def inspect(data: Transitions) -> DataReport:
         action=action,
         terminated=int(data.terminated.sum()),
         truncated=int(data.truncated.sum()),
-        unfinished=len(unfinished),
+        unfinished=int((~ended).sum()),
         dropped=data.dropped,
         problems=tuple(_problems(data, unfinished)),
         reward={
@@ -95,9 +96,8 @@ def _problems(data: Transitions, unfinished: NDArray[np.int64]) -> Iterator[Prob
             repr(data.unused[0]),
             "harmless, unless one is a field under another name",
         )
-    twice = len(data) - len(
-        np.unique(np.column_stack([np.unique(data.episode_ids, return_inverse=True)[1], data.steps]), axis=0)
-    )
+    order = np.lexsort((data.steps, data.episode_index))
+    twice = int(((np.diff(data.episode_index[order]) == 0) & (np.diff(data.steps[order]) == 0)).sum())
     if twice:
         yield Problem("rows with the same episode and step", twice, "", "harmless after resampling, else ids are not unique")
     if len(unfinished):

@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from valueformer import fields
+from valueformer.arguments import check_states
 from valueformer.errors import InputError
 from valueformer.transitions import Transitions
 
@@ -24,7 +26,8 @@ __all__ = ["CHANNELS", "Layout", "Prompt", "channel_slices"]
 
 Layout = Literal["pair", "residual", "trajectory", "two_group"]
 
-# exp(-1e4) is exactly 0 in every dtype and 1e4 fits into float16; a score that exceeds it has already overflowed.
+# exp(-1e4) is exactly 0 in every dtype and 1e4 fits into float16. Keys are masked as well: beside a huge score, rounding
+# could swallow a gate.
 SILENT = -1e4
 
 # Scalar channels of each layout, after the two points. In all layouts "point" is what keys read first.
@@ -77,27 +80,41 @@ class Prompt:
         *,
         layout: Layout = "pair",
         gate_queries: bool = True,
+        centre: ArrayLike | None = None,
         dtype: torch.dtype | None = None,
         device: Any = "cpu",
     ) -> Prompt:
         """Build the tokens of a context and of queries ``(m, d)``.
 
         ``gate_queries=False`` leaves the query's (zero) next state readable: layout "residual" then reads
-        ``V(s_q) - gamma V(0)``, the constant offset of PAPER P8. Raises InputError for an unknown layout, queries of another
-        dimension, or "trajectory" on rows whose s'_j is not s_{j+1}.
+        ``V(s_q) - gamma V(0)``, the constant offset of PAPER P8. ``centre`` ``(d,)`` is subtracted from all states. Under a
+        stationary kernel that changes nothing but rounding, and float32 tokens need states near the origin: an RBF is off by
+        1e-4 where their mean is 10 lengthscales away, and useless at 1000 (THEORY section 6). Raises InputError for an unknown
+        layout, queries of another dimension or not finite, or "trajectory" on rows whose s'_j is not s_{j+1}.
         """
         if layout not in get_args(Layout):
             raise InputError("layout", " | ".join(get_args(Layout)), repr(layout))
-        points = np.empty((0, data.obs_dim)) if queries is None else np.asarray(queries, dtype=np.float64)
-        if points.ndim != 2 or points.shape[1] != data.obs_dim:
+        number = dtype or getattr(torch, str(data.observations.dtype))
+        points = np.empty((0, data.obs_dim)) if queries is None else fields.finite("queries", fields.matrix("queries", queries))
+        if points.shape[1] != data.obs_dim:
             raise InputError("queries", f"shape (m, {data.obs_dim})", str(points.shape), "same features as the context")
-        build = _BUILDERS[layout]
-        rows = build(data.replace(observations=data.observations.astype(np.float64)), points, gate_queries)
+        # A terminal successor is never read, so it must not even overflow: its token gets s' := s.
+        states = data.observations
+        successors = np.where(data.terminated[:, None], states, data.next_observations)
+        for what, array in (("context states", states), ("context states", successors), ("queries", points)):
+            check_states(what, array, number)
+        shift = np.zeros(data.obs_dim) if centre is None else np.asarray(centre, dtype=np.float64)
+        context = data.with_numbers(
+            observations=states.astype(np.float64) - shift,
+            next_observations=successors.astype(np.float64) - shift,
+            rewards=data.rewards,
+            sample_weight=data.sample_weight,
+        )
+        rows = _BUILDERS[layout](context, points - shift, gate_queries)
         slices = channel_slices(layout, data.obs_dim)
         tokens = np.zeros((rows.length, slices[CHANNELS[layout][-1]].stop))
         for name, value in rows.channels.items():
             tokens[:, slices[name]] = value if value.ndim == 2 else value[:, None]
-        number = dtype or getattr(torch, str(data.observations.dtype))
 
         def tensor(array: NDArray[Any], to: torch.dtype = number) -> Tensor:
             return torch.tensor(array, dtype=to, device=device)
@@ -118,6 +135,8 @@ class Prompt:
     @classmethod
     def stack(cls, prompts: Sequence[Prompt]) -> Prompt:
         """Batch prompts of one layout and one number of queries; shorter contexts get silent padding tokens."""
+        if not prompts:
+            raise InputError("prompts", "at least one prompt", "none")
         first = prompts[0]
         for prompt in prompts:
             if (prompt.layout, prompt.obs_dim, prompt.num_queries) != (first.layout, first.obs_dim, first.num_queries):
@@ -131,7 +150,7 @@ class Prompt:
             if name.endswith("gate"):
                 padding[slices[name]] = SILENT
 
-        def pad(prompt: Prompt, value: Tensor, fill: Tensor | float, size: int, queries: int) -> Tensor:
+        def pad(value: Tensor, fill: Tensor | float, size: int, queries: int) -> Tensor:
             missing = size - value.shape[0]
             block = torch.zeros_like(value[:1]).expand(missing, *value.shape[1:]) + fill
             return torch.cat([value[: len(value) - queries], block.to(value.dtype), value[len(value) - queries :]])
@@ -139,7 +158,7 @@ class Prompt:
         def stacked(name: str, fill: Tensor | float, size: int, transpose: bool = False, queries: int = 0) -> Tensor:
             values = [getattr(p, name) for p in prompts]
             values = [v.mT if transpose else v for v in values]
-            out = torch.stack([pad(p, v, fill, size, queries) for p, v in zip(prompts, values, strict=True)])
+            out = torch.stack([pad(v, fill, size, queries) for v in values])
             return out.mT if transpose else out
 
         m = first.num_queries
@@ -174,6 +193,12 @@ class Prompt:
         """Read the context's TD errors ``r + gamma d (1 - terminated) V(s') - V(s)`` out of a layer's tokens; 0 for padding."""
         rows = torch.arange(self.state_token.shape[-1], device=tokens.device)
         return self._td_errors(tokens, gamma) * (rows < self.context_length[..., None])
+
+    def td_error(self, tokens: Float[Tensor, "*batch t c"], gamma: float) -> Float[Tensor, "*batch"]:
+        """Return the mean squared TD error of a layer's tokens, weighted as the transitions are, in float64."""
+        rows = torch.arange(self.state_token.shape[-1], device=tokens.device)
+        weight = self.key_weight[..., 0, :].gather(-1, self.state_token) * (rows < self.context_length[..., None])
+        return (weight * self.td_errors(tokens, gamma).double().square()).sum(-1) / weight.sum(-1)
 
     def _td_errors(self, tokens: Tensor, gamma: float) -> Tensor:
         if self.layout == "residual":
@@ -252,6 +277,7 @@ def _trajectory_rows(data: Transitions, queries: NDArray[Any], gate_queries: boo
     state_token = np.empty(len(data), np.int64)
     for rows in data.episode_rows:
         index = np.arange(len(data))[rows]
+        index = index[np.argsort(data.steps[index], kind="stable")]
         broken = np.flatnonzero((data.next_observations[index[:-1]] != data.observations[index[1:]]).any(axis=1))
         if len(broken):
             raise InputError(

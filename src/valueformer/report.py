@@ -27,8 +27,9 @@ _BLUE, _ORANGE, _GREY = "#2a6fb0", "#e07b39", "#8a8f98"
 _VALUE, _RETURN, _PARTIAL = "V(s), held out", "Monte Carlo return", "return, record cut short"
 
 
-def write_report(folder: Path) -> dict[str, str]:
+def write_report(folder: str | Path) -> dict[str, str]:
     """Draw report.png and the self-contained, interactive report.html from the results stored in ``folder``."""
+    folder = Path(folder)
     document, columns = read_stored(folder)
     chart = evaluation_chart(document, columns)
     write_atomically(folder / "report.png", lambda path: chart.save(str(path), format="png", ppi=144))

@@ -62,8 +62,9 @@ class Evaluation:
             fields["queries"] = self.queries
         return plain(fields | {"files": dict(files or {})})
 
-    def save(self, folder: Path) -> dict[str, str]:
-        """Write values.parquet and result.json; return their paths."""
+    def save(self, folder: str | Path) -> dict[str, str]:
+        """Write values.parquet and result.json; return their paths. Raises OSError where the folder cannot be written to."""
+        folder = Path(folder)
         files = {"values": str(folder / "values.parquet"), "result": str(folder / "result.json")}
         table = pa.table({name: pa.array(column, from_pandas=True) for name, column in self.table.items()})
         write_atomically(folder / "values.parquet", lambda path: pyarrow.parquet.write_table(table, path))

@@ -57,7 +57,7 @@ class Solution:
     dual_coef: Tensor
     """``(n,)`` coefficients a: V(x) = sum_j a_j kappa(x, s_j)."""
     td_error: Tensor
-    """``(L,)`` float64: mean squared TD error on the context after each layer."""
+    """``(L,)`` float64, on the CPU: mean squared TD error on the context after each layer, weighted as the transitions are."""
     status: Status
     message: str
     stats: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Context:
             self.weight = torch.tensor(data.sample_weight, dtype=dtype, device=device)
         self.centres: Float[Tensor, "n d"] = torch.tensor(data.observations, dtype=dtype, device=device)
         self.successor: Int[Tensor, " n"] = torch.tensor(successor, device=device)
-        _check_memory(len(states), len(data), dtype)
+        _check_memory(len(states), len(data), dtype, torch.device(device))
         rows = torch.tensor(states, dtype=dtype, device=device)
         self.matrix: Float[Tensor, "u n"] = kernel_matrix(kernel, rows, self.centres)
 
@@ -95,7 +95,15 @@ class Context:
     @property
     def reward_square(self) -> float:
         """Mean squared reward, the unit of the tolerance."""
-        return _mean_square(self.rewards)
+        return self.mean_square(self.rewards)
+
+    def mean_square(self, x: Float[Tensor, " n"]) -> float:
+        """Return the mean of ``x^2`` over transitions, weighted as they are, in float64."""
+        squares = x.double().square()
+        if self.weight is None:
+            return float(squares.mean())
+        weight = self.weight.double()
+        return float((weight * squares).sum() / weight.sum())
 
     def apply(self, dual_coef: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return ``M a``: V(s_i) - gamma_i V(s'_i) for every transition."""
@@ -159,14 +167,15 @@ class Context:
 def distinct_states(data: Transitions, gamma: float) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the context's states ``(u, d)`` and the index ``(n,)`` of each successor among them.
 
-    The first n are the s_j; a successor is stored only if it is read (discount > 0) and differs from the next row's state.
+    The first n are the s_j; a successor is stored only if it is read (discount > 0) and differs from the
+    state of the row that continues it.
     """
     n = len(data)
     successor = np.arange(n)
-    follows = np.zeros(n, bool)
-    follows[:-1] = (data.next_observations[:-1] == data.observations[1:]).all(axis=1)
+    follows = data.follower >= 0
+    follows[follows] = (data.next_observations[follows] == data.observations[data.follower[follows]]).all(axis=1)
     read = data.discount(gamma) > 0
-    successor[read & follows] += 1
+    successor[read & follows] = data.follower[read & follows]
     extra = np.flatnonzero(read & ~follows)
     successor[extra] = n + np.arange(len(extra))
     return np.concatenate([data.observations, data.next_observations[extra]]), successor
@@ -220,18 +229,21 @@ def iterate(
     """Run kernel TD from V = 0 and return the solution (without query values) and, if asked, ``(L, n)`` coefficients.
 
     The guard (THEORY section 7.3): when the residual of the linear system exceeds twice the best so far, or stops being finite,
-    go back to the best iterate and halve the step. A layer spent that way counts. ``num_layers="auto"``: until converged, as
-    measured against ``reward_square``, the mean squared reward (None: the context's). Layers after an overflow are left out.
+    go back to the best iterate and halve the step. A layer spent that way counts, and the result is the best iterate.
+    ``num_layers="auto"``: until converged, as measured against ``reward_square``, the mean squared reward (None: the
+    context's). Layers after an overflow are left out.
     """
     check_ridge(ridge)
     if isinstance(step_size, str):
         step_size = context.choose_step(step_size, ridge)
     steps = check_steps(step_size, MAX_LAYERS if num_layers == "auto" else num_layers)
-    r, weight = context.rewards, context.weight
+    r = context.rewards
+    weight = torch.ones_like(r) if context.weight is None else context.weight
+    leak = ridge / torch.where(weight > 0, weight, 1.0)  # a_j stays 0 where the weight is 0
     a, td = torch.zeros_like(r), r
-    pull = td if weight is None else weight * td  # (n,) the residual of the system that the iteration solves
-    initial = best_size = size = _mean_square(pull)
-    best, best_length, shrink, rewinds = (a, td, pull), 0, 1.0, 0
+    error = td  # (n,) what the iteration drives to zero: the TD error, less ridge a / w
+    initial = best_size = size = context.mean_square(error)
+    best, best_length, shrink, rewinds = (a, td, error), 0, 1.0, 0
     path: list[float] = []
     errors: list[float] = []
     history: list[Tensor] = []
@@ -239,47 +251,45 @@ def iterate(
     reached = overflowed = False
     for step in steps:
         step *= shrink
-        change = step * pull
+        change = step * weight * error
         a = a + change
         path.append(step)
         td = r - context.apply(a)
-        pull = td if weight is None else weight * td
-        pull = pull - ridge * a if ridge else pull
-        size = _mean_square(pull)
+        error = td - leak * a if ridge else td
+        size = context.mean_square(error)
         if guard and not size <= 4.0 * best_size:
-            a, td, pull = best
+            a, td, error = best
             del path[best_length:]
             shrink, rewinds, size = shrink / 2.0, rewinds + 1, best_size
         elif size < best_size:
-            best, best_size, best_length = (a, td, pull), size, len(path)
+            best, best_size, best_length = (a, td, error), size, len(path)
         if overflowed := not math.isfinite(size):
             break  # only finite layers are kept
-        errors.append(_mean_square(td))
+        errors.append(context.mean_square(td))
         if record:
             history.append(a)
-        largest = float(a.abs().max())
-        settled = 0.0 < float(change.abs().max()) <= 8.0 * torch.finfo(a.dtype).eps * largest
-        reached = size <= limit or settled
+        noise = 8.0 * torch.finfo(a.dtype).eps * float(a.abs().max())
+        reached = size <= limit or 0.0 < float(change.abs().max()) <= noise
         if reached and num_layers == "auto":
             break
-    failed = overflowed or not size <= initial
     layers = len(errors)
-    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(size, initial):.2g} of its start"
-    if failed:
+    diverged = not guard and (overflowed or not size <= initial)
+    status: Status = "diverged" if diverged else "converged" if reached else "max_layers"
+    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(best_size, initial):.2g} of its start"
+    if diverged:
         grew = "overflowed" if overflowed else f"grew to {_ratio(size, initial):.2g} times its start"
-        a, td, pull = best
-        del path[best_length:]
-        reached = guard and best_size <= limit
         message = (
-            f"no step improved on layer {best_length}, which is returned; a ridge or a smaller gamma may help"
-            if guard
-            else f"the residual {grew}; the best layer ({best_length}) is returned: "
+            f"the residual {grew}; the best layer ({best_length}) is returned: "
             "use step_size='fast' or 'safe', a ridge, or a smaller gamma"
         )
-        if guard:  # a rewind as any other: the record shows what is returned
-            errors[-1], rewinds = _mean_square(td), rewinds + 1
-    status: Status = "diverged" if failed and not guard else "converged" if reached else "max_layers"
-    stats = {"step_sizes": path, "rewinds": rewinds, "layers": layers, "initial_td_error": _mean_square(r)}
+    elif guard and not best_length and initial > limit:
+        message = "no layer improved on the start, which is returned; a ridge or a smaller gamma may help"
+    if diverged or (guard and size > best_size):  # end on the best iterate; under a guard the record shows it
+        a, td, error = best
+        del path[best_length:]
+        if guard:
+            errors[-1] = context.mean_square(td)
+    stats = {"step_sizes": path, "rewinds": rewinds, "layers": layers, "initial_td_error": context.mean_square(r)}
     solution = Solution(a.new_zeros(0), a, torch.tensor(errors, dtype=torch.float64), status, message, stats)
     return solution, torch.stack(history) if history else a.new_zeros(0, len(context)) if record else None
 
@@ -297,7 +307,7 @@ def fixed_point(context: Context, *, ridge: float = 0.0) -> Solution:
     system = context.matrix[:n] - context.discount[:, None] * context.matrix[context.successor]  # (n, n)
     if context.weight is not None:
         system, target = context.weight[:, None] * system, context.weight * target
-    system = system + ridge * torch.eye(n, dtype=system.dtype, device=system.device)
+    system.diagonal().add_(ridge)
     a, info = torch.linalg.solve_ex(system, target)
     status: Status = "converged"
     message = ""
@@ -308,7 +318,7 @@ def fixed_point(context: Context, *, ridge: float = 0.0) -> Solution:
         a = torch.linalg.lstsq(system.cpu(), target.cpu()[:, None], rcond=1e-12, driver="gelsd").solution[:, 0].to(target)
         status = "singular"
         message = "the context's TD system is singular; least-norm coefficients are returned: use a ridge such as 1e-3"
-    errors = torch.tensor([_mean_square(context.rewards - context.apply(a))], dtype=torch.float64)
+    errors = torch.tensor([context.mean_square(context.rewards - context.apply(a))], dtype=torch.float64)
     stats = {"step_sizes": [], "rewinds": 0, "layers": 0, "initial_td_error": context.reward_square}
     return Solution(a.new_zeros(0), a, errors, status, message, stats)
 
@@ -349,17 +359,16 @@ def solve(
     return Solution(values, solution.dual_coef, solution.td_error, solution.status, solution.message, solution.stats, trace)
 
 
-def _mean_square(x: Tensor) -> float:
-    return float(x.double().square().mean())
-
-
 def _ratio(a: float, b: float) -> float:
     return math.sqrt(a / b) if b > 0 else 0.0
 
 
-def _check_memory(rows: int, columns: int, dtype: torch.dtype) -> None:
+def _check_memory(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     needed = rows * columns * torch.empty((), dtype=dtype).element_size()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if device.type == "cuda":
+        total = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if needed > 0.8 * total:
         fits = int(math.sqrt(0.8 * total / needed) * columns)
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from valueformer.files import write_atomically, write_text
 from valueformer.kernels import Kernel
 from valueformer.results import Status, plain, to_json
 from valueformer.solvers import Solution
+from valueformer.transformer import Transformer
 from valueformer.transitions import Transitions
 
 __all__ = ["PersistentModel"]
@@ -44,6 +46,8 @@ class PersistentModel(BaseEstimator, ABC):
     scaler_: Scaler
     solution_: Solution
     td_error_: NDArray[np.float64]
+    transformer_: Transformer | None
+    gamma_: float
     level_: float
     reward_unit_: float
     n_features_in_: int
@@ -77,7 +81,10 @@ class PersistentModel(BaseEstimator, ABC):
             "scaler.centre": self.scaler_.centre,
             "scaler.factor": self.scaler_.factor,
         }
+        del parameters["device"]  # the machine's, not the model's
         fitted = {
+            "gamma": self.gamma_,
+            "layout": "fast" if self.transformer_ is None else self.transformer_.layout,
             "level": self.level_,
             "reward_unit": self.reward_unit_,
             "status": solution.status,
@@ -87,10 +94,10 @@ class PersistentModel(BaseEstimator, ABC):
         _write(Path(folder), {"parameters": parameters, "fitted": fitted}, "context.safetensors", tensors)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Self:
-        """Return the fitted model that :meth:`save` wrote; it predicts the same values. Raises InputError."""
+    def load(cls, folder: str | Path, *, device: str = "auto") -> Self:
+        """Return the fitted model that :meth:`save` wrote, on a device; it predicts the same values. Raises InputError."""
         config, tensors = _read(Path(folder), "context.safetensors")
-        model = cls(**cls._decode(config, tensors, folder))
+        model = cls(**(cls._decode(config, tensors, folder) | {"device": device}))
         try:
             fitted = config["fitted"]
             arrays: dict[str, Any] = {n.removeprefix("context."): a for n, a in tensors.items() if n.startswith("context.")}
@@ -99,14 +106,19 @@ class PersistentModel(BaseEstimator, ABC):
             model.n_features_in_ = model.context_.obs_dim
             model.scaler_ = Scaler(tensors["scaler.centre"], tensors["scaler.factor"])
             model.level_, model.reward_unit_ = float(fitted["level"]), float(fitted["reward_unit"])
-            dual_coef = torch.tensor(tensors["dual_coef"])
+            dual_coef = torch.tensor(tensors["dual_coef"], device=model._device)
             errors = torch.tensor(tensors["td_error"])
             model.solution_ = Solution(dual_coef[:0], dual_coef, errors, fitted["status"], fitted["message"], fitted["stats"])
             model.td_error_ = tensors["td_error"]
             if fitted["status"] not in get_args(Status) or not all(isinstance(s, float) for s in fitted["stats"]["step_sizes"]):
                 raise TypeError("status or step sizes")
             model._check_parameters()
-            model.predict(model.context_.observations[:0])
+            model.gamma_ = float(fitted["gamma"])
+            literal = fitted["layout"] != "fast"
+            model.transformer_ = model._transformer(fitted["stats"]["step_sizes"]) if literal else None
+            model.predict(model.context_.observations[:1])
+        except InputError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(str(folder), "a model written by ValueFormer.save", f"a damaged one ({error})") from None
         return model
@@ -115,13 +127,21 @@ class PersistentModel(BaseEstimator, ABC):
     def _check_parameters(self) -> None: ...
 
     @abstractmethod
+    def _transformer(self, steps: Sequence[float]) -> Transformer: ...
+
+    @property
+    @abstractmethod
+    def _device(self) -> torch.device: ...
+
+    @abstractmethod
     def predict(self, observations: ArrayLike) -> NDArray[Any]:
         """Return values ``(m,)`` at observations ``(m, d)``."""
 
     def _encode(self) -> tuple[dict[str, Any], Tensors]:
         parameters, tensors = self.get_params(deep=False), {}
         if isinstance(self.kernel, Kernel):
-            parameters["kernel"] = self.kernel.to_config()
+            parameters["kernel"] = plain(self.kernel.to_config())
+            kernels.from_config(parameters["kernel"])  # refuses a kernel that could not be read back
         if not isinstance(parameters["step_size"], (str, int, float)):
             tensors["step_sizes"] = np.asarray(parameters["step_size"], dtype=np.float64)
             parameters["step_size"] = "tensor"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -71,9 +71,9 @@ class AttentionBlock(nn.Module):
         score = queries @ keys.mT  # (..., t, t)
         if head.kernel.score == "sqdist":
             score = _nonnegative(score, queries, keys, flush=head.kernel.has_kink)
-        if head.gated:
-            return head.kernel.activation(score)
         key_mask = prompt.key_mask[..., head.role, None, :]  # (..., 1, t)
+        if head.gated:  # the score holds the weights already
+            return head.kernel.activation(score.masked_fill(~key_mask, -torch.inf))
         if head.kernel.normalised:
             logits = head.kernel.factors[0].log_activation(score)
             weights = torch.softmax(logits.masked_fill(~key_mask, -torch.inf), dim=-1)
@@ -99,7 +99,7 @@ class TransformerOutput:
     trace: Tensor
     """``(L, ..., m)`` V at the queries after each layer."""
     td_error: Tensor
-    """``(L, ...)`` mean squared TD error on the context after each layer."""
+    """``(L, ...)`` mean squared TD error on the context after each layer, weighted as the transitions are."""
     tokens: Tensor
     """``(..., t, c)`` the last layer's tokens."""
 
@@ -133,8 +133,26 @@ class Transformer(nn.Module):
         for block in self.layers:
             tokens = block(tokens, prompt)
             trace.append(prompt.query_values(tokens))
-            errors.append(prompt.td_errors(tokens, self.gamma).double().square().sum(-1) / prompt.context_length)
+            errors.append(prompt.td_error(tokens, self.gamma))
         return TransformerOutput(trace[-1], torch.stack(trace), torch.stack(errors), tokens)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the matrices; raises InputError before they exist (obs_dim was not given and no prompt was seen)."""
+        self._require_layers()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load matrices; raises InputError before they exist."""
+        self._require_layers()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_layers()  # .to(dtype) would silently do nothing
+        return super()._apply(*args, **kwargs)
+
+    def _require_layers(self) -> None:
+        if not len(self.layers):
+            raise InputError("transformer", "matrices", "none yet", "pass obs_dim to construct, or run a prompt first")
 
     def _check(self, prompt: Prompt) -> None:
         if prompt.layout != self.layout:
@@ -142,5 +160,9 @@ class Transformer(nn.Module):
         residual = cast(AttentionBlock, self.layers[0]).residual
         if prompt.tokens.shape[-1] != residual.shape[-1]:
             raise InputError("prompt.tokens", f"{residual.shape[-1]} channels", str(prompt.tokens.shape[-1]), "same obs_dim")
+        if prompt.tokens.device != residual.device:
+            raise InputError(
+                "prompt.tokens", f"device {residual.device}", str(prompt.tokens.device), "build both on one device"
+            )
         if prompt.tokens.dtype != residual.dtype:
             raise InputError("prompt.tokens", str(residual.dtype), str(prompt.tokens.dtype), "call transformer.to(dtype)")

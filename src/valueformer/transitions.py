@@ -57,7 +57,8 @@ class Transitions:
     - ``rewards``: ``(n,)`` or ``(n, 1)``, finite.
     - ``terminated``, ``truncated``: ``(n,)`` flags (Gymnasium's meaning). A terminal state is worth 0; a truncated one keeps
       its value, estimated from its next observation.
-    - ``actions``, ``next_actions``: ``(n, a)`` or ``(n,)``, optional; next actions are the target policy's at s'.
+    - ``actions``, ``next_actions``: ``(n, a)`` or ``(n,)``, optional; next actions are the target policy's at s',
+      and may be NaN where terminated.
     - ``discounts``: ``(n,)`` in [0, 1], multiply gamma per transition; None = 1.
     - ``episode_ids``: ``(n,)`` integers or strings. None: an episode ends after each terminated or truncated row,
       and nowhere else.
@@ -137,7 +138,10 @@ class Transitions:
         self._set("next_observations", fields.finite("next_observations", successors).astype(dtype, copy=False))
         for name in ("actions", "next_actions"):
             if (value := getattr(self, name)) is not None:
-                self._set(name, fields.finite(name, fields.length(name, fields.matrix(name, value), n)))
+                array = fields.length(name, fields.matrix(name, value), n)
+                if name == "next_actions":  # there is no action after a terminal: never read
+                    array = np.where(self.terminated[:, None] & ~np.isfinite(array), 0.0, array)
+                self._set(name, fields.finite(name, array))
         for name, high in (("discounts", 1.0), ("sample_weight", np.inf)):
             if (value := getattr(self, name)) is not None:
                 array = fields.finite(name, fields.length(name, fields.vector(name, value), n))
@@ -166,23 +170,33 @@ class Transitions:
             ids = fields.identifiers("episode_ids", self.episode_ids)
             self._set("episode_ids", fields.length("episode_ids", ids, n))
         if self.steps is None:
+            order = np.argsort(self.episode_index, kind="stable")
+            starts = np.concatenate([[0], np.cumsum(np.bincount(self.episode_index))[:-1]])
             steps = np.empty(n, np.int64)
-            for rows in self.episode_rows:
-                steps[rows] = np.arange(len(steps[rows]))
+            steps[order] = np.arange(n) - starts[self.episode_index[order]]
             self._set("steps", steps)
         else:
             self._set("steps", fields.length("steps", fields.whole("steps", self.steps), n))
-        for rows in self.episode_rows:
-            steps = self.steps[rows]
-            early = np.flatnonzero(ends[rows] & (steps < steps.max()))
-            if len(early):
-                row = int(np.arange(n)[rows][early[0]])
-                raise InputError(
-                    "terminated" if self.terminated[row] else "truncated",
-                    f"only the last step of episode {self.episode_ids[row].item()!r} to end it",
-                    f"an end at row {row} and later steps after it",
-                    "give each episode its own id, or leave episode_ids out so that flags end episodes",
-                )
+        early = np.flatnonzero(ends & (self.steps < self.last_steps[self.episode_index]))
+        if len(early):
+            row = int(early[0])
+            raise InputError(
+                "terminated" if self.terminated[row] else "truncated",
+                f"only the last step of episode {self.episode_ids[row].item()!r} to end it",
+                f"an end at row {row} and later steps after it",
+                "give each episode its own id, or leave episode_ids out so that flags end episodes",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return state | {"dropped": dict(self.dropped)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "dropped", MappingProxyType(state["dropped"]))
 
     # -- shape ------------------------------------------------------------------------------------------------------------
 
@@ -195,21 +209,34 @@ class Transitions:
         return self.observations.shape[1]
 
     @cached_property
+    def episode_index(self) -> NDArray[np.int64]:
+        """``(n,)`` number of each row's episode, in order of appearance."""
+        _, first, inverse = np.unique(self.episode_ids, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), np.int64)
+        rank[np.argsort(first)] = np.arange(len(first))
+        return rank[inverse]
+
+    @cached_property
+    def last_steps(self) -> NDArray[np.int64]:
+        """``(n_episodes,)`` largest step of each episode."""
+        last = np.full(self.n_episodes, np.iinfo(np.int64).min)
+        np.maximum.at(last, self.episode_index, self.steps)
+        return last
+
+    @cached_property
     def episode_rows(self) -> tuple[slice | Array, ...]:
         """Rows of each episode in order of appearance: slices where contiguous (the usual case), else index arrays."""
-        ids = self.episode_ids
-        starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
-        if len(np.unique(ids[starts])) == len(starts):
-            return tuple(slice(int(a), int(b)) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True))
-        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        order = np.argsort(inverse, kind="stable")
-        groups = np.split(order, np.cumsum(np.bincount(inverse))[:-1])
-        return tuple(groups[k] for k in np.argsort(first))
+        index = self.episode_index
+        if (np.diff(index) >= 0).all():
+            ends = np.cumsum(np.bincount(index)).tolist()
+            return tuple(slice(a, b) for a, b in zip([0, *ends], ends, strict=False))
+        groups = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
+        return tuple(groups)
 
     @property
     def n_episodes(self) -> int:
         """Number of episodes."""
-        return len(self.episode_rows)
+        return int(self.episode_index.max()) + 1
 
     def __getitem__(self, index: slice | ArrayLike) -> Transitions:
         rows = index if isinstance(index, slice) else np.atleast_1d(np.asarray(index))
@@ -261,8 +288,8 @@ class Transitions:
     @cached_property
     def initial_rows(self) -> NDArray[np.int64]:
         """``(n_episodes,)`` row of each episode's first step."""
-        index = np.arange(len(self))
-        return np.array([index[rows][np.argmin(self.steps[rows])] for rows in self.episode_rows])
+        order = np.lexsort((self.steps, self.episode_index))
+        return order[np.flatnonzero(np.diff(self.episode_index[order], prepend=-1))]
 
     def discount(self, gamma: float) -> NDArray[np.float64]:
         """Return ``gamma_i = gamma * discounts_i * (1 - terminated_i)``, ``(n,)``."""
@@ -272,14 +299,15 @@ class Transitions:
     @cached_property
     def follower(self) -> NDArray[np.int64]:
         """``(n,)`` row that continues each row (same episode, next step); -1 where the record stops."""
+        order = np.lexsort((self.steps, self.episode_index))
+        episode, step = self.episode_index[order], self.steps[order]
+        # rows with equal (episode, step) form a group; the first row of the next group may continue them
+        starts = np.flatnonzero(np.diff(episode, prepend=-1) | np.diff(step, prepend=step[0]))
+        group = np.searchsorted(starts, np.arange(len(self)), side="right")
+        following = starts[np.minimum(group, len(starts) - 1)]
+        continues = (episode[following] == episode) & (step[following] == step + 1)
         follower = np.full(len(self), -1, np.int64)
-        for rows in self.episode_rows:
-            index = np.arange(len(self))[rows]
-            index = index[np.argsort(self.steps[rows], kind="stable")]
-            step = self.steps[index]
-            position = np.minimum(np.searchsorted(step, step + 1), len(step) - 1)
-            found = step[position] == step + 1
-            follower[index[found]] = index[position[found]]
+        follower[order[continues]] = order[following[continues]]
         return follower
 
     def monte_carlo_returns(self, gamma: float) -> Returns:

@@ -53,8 +53,13 @@ class Kernel(ABC):
     def __add__(self, other: Kernel) -> Sum:
         return Sum((self, other))
 
+    def __radd__(self, other: Any) -> Kernel:
+        return self if other == 0 else NotImplemented  # sum([k1, k2]) starts at 0
+
     def __mul__(self, other: Kernel | float) -> Kernel:
-        return Product((self, other)) if isinstance(other, Kernel) else Scale(self, float(other))
+        if isinstance(other, Kernel):
+            return Product((self, other))
+        return Scale(self, float(other)) if isinstance(other, numbers.Real) else NotImplemented
 
     __rmul__ = __mul__
 
