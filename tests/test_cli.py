@@ -65,13 +65,13 @@ def test_evaluate_json_holds_the_documented_keys_and_nothing_else_is_printed(run
     assert set(result["initial_value"]) == {"mean", "per_episode"}
     assert len(result["queries"]) == 2
     assert result["queries"][0] == result["queries"][1]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "report.html",
-        "report.png",
-        "result.json",
-        "values.parquet",
-    ]
+    written = {"queries.parquet", "report.html", "report.png", "result.json", "values.parquet"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == written
     assert set(result["files"].values()) == {str(p) for p in (tmp_path / "out").iterdir()}
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["files"] == result["files"]
+    asked = pd.read_parquet(tmp_path / "out" / "queries.parquet")
+    assert list(asked) == ["obs_0", "obs_1", "obs_2", "value"]
+    np.testing.assert_allclose(asked["value"], result["queries"], rtol=1e-6)
     columns = pd.read_parquet(tmp_path / "out" / "values.parquet")
     assert list(columns)[:6] == ["episode_id", "step", "value", "td_error", "advantage", "heldout_value"]
     assert len(columns) == 24
@@ -93,6 +93,15 @@ def test_layouts_agree_with_the_fast_path(run, log: Path, layout: str) -> None:
     assert literal["temperature"] == 1.5
     np.testing.assert_allclose(literal["context_td_error"], fast["context_td_error"], rtol=1e-3)
     assert literal["heldout"]["tdc"] == pytest.approx(fast["heldout"]["tdc"], rel=1e-3)
+
+
+def test_a_singular_closed_form_is_exit_code_one_and_a_ridge_mends_it(run, tmp_path: Path) -> None:
+    data = vf.concatenate([walk(0), walk(0)])
+    path = save(tmp_path / "twice.npz", data.replace(rewards=data.rewards + np.arange(48) * 0.1))
+    singular = run("evaluate", path, "--algorithm", "lstd", "--gamma", "0.9", "--json")
+    assert (singular.code, json.loads(singular.out)["status"]) == (1, "singular")
+    mended = run("evaluate", path, "--algorithm", "lstd", "--ridge", "0.01", "--gamma", "0.9", "--dtype", "float64", "--json")
+    assert (mended.code, json.loads(mended.out)["status"]) == (0, "converged")
 
 
 def test_divergence_is_exit_code_one(run, log: Path) -> None:

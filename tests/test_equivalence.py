@@ -1,4 +1,4 @@
-"""The literal transformer, the solver and an independent oracle agree at every layer (PAPER P4 to P6)."""
+"""The literal transformer, the solver and an independent oracle agree at every layer (claim P4 to P6)."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ OFFSET_KERNELS = ["rbf", "expdot", "laplace", "relu", "linear", "softmax-rbf", "
 
 @pytest.mark.parametrize("name", OFFSET_KERNELS)
 def test_ungated_query_reads_the_constant_offset(name: str) -> None:
-    """PAPER P8, THEORY section 2: output = V_L(s) - gamma V_L(0), at every depth; zero for kernels that vanish at 0."""
+    """claim P8, theory 2: output = V_L(s) - gamma V_L(0), at every depth; zero for kernels that vanish at 0."""
     kernel, _, softmax = KERNELS[name]
     data, queries = case(5, "both", False, False, np.float64)
     queries = np.concatenate([queries, np.zeros((1, 3))])

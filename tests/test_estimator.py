@@ -370,7 +370,7 @@ def test_only_proportions_of_sample_weights_matter() -> None:
 
 
 def test_convergence_is_measured_against_the_rewards() -> None:
-    """DESIGN: rms TD error <= 1e-3 rms r; what the level already explains counts as converged."""
+    """rms TD error <= 1e-3 rms r; what the level already explains counts as converged."""
     data = walk(0).replace(rewards=10.0 + 0.005 * walk(0).rewards)
     assert vf.ValueFormer(gamma=0.9).fit(walk(0)).solution_.status == "max_layers"
     discounted = data.replace(terminated=np.zeros(24), truncated=None)

@@ -140,7 +140,53 @@ def held(tdc: float | None, ev: float | None) -> HeldOut:
     ],
 )
 def test_verdict_in_plain_words(heldout: HeldOut, status: str, start: str) -> None:
-    assert verdict(walk(0), heldout, status, "why").startswith(start)
+    level = {"mean_value": 10.0, "mean_return": 12.0}
+    words = verdict(walk(0), heldout, status, "why", level)
+    assert words.startswith(start)
+    assert "level is off" not in words
+    off = verdict(walk(0), heldout, status, "why", {"mean_value": -1.3, "mean_return": -35.0})
+    assert off == words + (
+        "" if status == "diverged" else " Their level is off: they average -1.3 where recorded returns average -35."
+    )
+
+
+def reaching(seed: int = 0, episodes: int = 20) -> vf.Transitions:
+    """Episodes that walk to a goal and end there, reward 1 on arrival: the residual rises before it falls."""
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[np.ndarray, np.ndarray, bool]] = []
+    for _ in range(episodes):
+        x, done = rng.uniform(-1, 1, 2), False
+        while not done:
+            following = x - 0.08 * x / max(float(np.linalg.norm(x)), 1e-9) + 0.05 * rng.normal(size=2)
+            done = bool(np.linalg.norm(following) < 0.12)
+            rows.append((x, following, done))
+            x = following
+    s, s_next, ends = (np.array(column) for column in zip(*rows, strict=True))
+    return vf.Transitions(observations=s, next_observations=s_next, rewards=ends.astype(float), terminated=ends)
+
+
+def test_the_guard_lets_a_passing_rise_of_the_residual_through() -> None:
+    for seed in range(3):
+        result = vf.evaluate(reaching(seed), vf.ValueFormer(gamma=0.99))
+        assert result.heldout.tdc is not None
+        assert result.heldout.tdc < 0.8
+        assert result.heldout.explained_variance is not None
+        assert result.heldout.explained_variance > 0.4
+        assert max(result.context_td_error) > 4.0 * result.initial_td_error  # more than twice, in rms
+
+
+def test_folds_that_fell_back_to_the_start_are_counted() -> None:
+    stuck = vf.evaluate(reaching(), vf.ValueFormer(gamma=0.999, num_layers=3, step_size="safe"))
+    assert "in 10 of 10 folds no layer improved on the start: try more layers" in stuck.message
+
+
+def test_the_level_is_compared_with_recorded_returns(result: vf.Evaluation) -> None:
+    returns, remaining = goal_walk().monte_carlo_returns(0.7)
+    kept = remaining <= 0.05
+    assert result.level["rows"] == kept.sum()
+    assert result.level["mean_return"] == pytest.approx(returns[kept].mean())
+    assert result.level["mean_value"] == pytest.approx(result.table["heldout_value"][kept].mean())
+    assert repr(result).startswith("Evaluation(walks, gamma=0.7, status='max_layers': These values hold")
 
 
 def test_zero_rewards_verdict() -> None:

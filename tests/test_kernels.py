@@ -141,7 +141,7 @@ def test_relu_is_rightly_declared_indefinite() -> None:
 
 
 def test_softmax_of_far_queries_is_finite() -> None:
-    """exp underflows to 0/0 for a far query; log-sum-exp does not (THEORY section 1)."""
+    """exp underflows to 0/0 for a far query; log-sum-exp does not (theory 1)."""
     keys = torch.zeros(3, 2) + torch.arange(3.0)[:, None]
     weights = Softmax(RBF(0.01))(torch.full((1, 2), 1e4), keys)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0, 1.0]]))
@@ -161,7 +161,7 @@ def test_stationary_kernels_are_finite_at_any_distance(name: str, temperature_sc
 
 
 def test_float32_distances_do_not_lose_digits_to_the_offset() -> None:
-    """THEORY section 6: uncentred float32 logits are off by 1.7 at a mean shift of 1000."""
+    """theory 6: uncentred float32 logits are off by 1.7 at a mean shift of 1000."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 3, generator=generator)
     shifted = x + 1000.0

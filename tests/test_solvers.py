@@ -104,7 +104,7 @@ def test_matrix_of_distinct_states_equals_the_direct_one() -> None:
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.99])
 def test_lemma_error_norm_never_grows_on_terminal_contexts(gamma: float) -> None:
-    """THEORY section 3: alpha <= 1 / lambda_max(K) never increases the RKHS norm of the error; 200 random contexts."""
+    """theory 3: alpha <= 1 / lambda_max(K) never increases the RKHS norm of the error; 200 random contexts."""
     for seed in range(200 if FULL else 67):
         rng = np.random.default_rng(seed)
         lengths = tuple(rng.integers(1, 14, size=rng.integers(1, 4)))
@@ -177,7 +177,7 @@ def _ugly_context(seed: int) -> vf.Transitions:
 
 @pytest.mark.parametrize("rule", ["fast", "safe"])
 def test_guard_leaves_no_divergence(rule: Any) -> None:
-    """1,000 random truncated, off-policy and degenerate contexts, every kernel in turn (THEORY section 7.3)."""
+    """1,000 random truncated, off-policy and degenerate contexts, every kernel in turn (theory 7.3)."""
     rewinds = 0
     for seed in range(1000):
         data, kernel = ugly_context(seed), ALL_KERNELS[seed % len(ALL_KERNELS)]
@@ -206,7 +206,7 @@ def test_without_guard_some_of_them_diverge_and_say_so() -> None:
 
 
 def test_theory_smallest_divergent_example_and_its_ridge() -> None:
-    """THEORY section 3: pairs {0 -> -1, .2 -> 1.2}, gamma .9 has an eigenvalue -.088; ridge .1 repairs it."""
+    """theory 3: pairs {0 -> -1, .2 -> 1.2}, gamma .9 has an eigenvalue -.088; ridge .1 repairs it."""
     data = vf.Transitions(
         observations=[0.0, 0.2], next_observations=[-1.0, 1.2], rewards=[1.0, -1.0], terminated=[0, 0], episode_ids=[0, 1]
     )

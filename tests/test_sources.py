@@ -397,6 +397,9 @@ def test_queries_are_matched_by_name(tmp_path: Path) -> None:
     for names in (data.obs_names, None):
         with pytest.raises(vf.InputError, match="expected those of the log: obs_"):
             load_observations(tmp_path / "q.csv", names)
+    pd.DataFrame({"obs_pos": [-2.0]}).to_csv(tmp_path / "q.csv", index=False)
+    with pytest.raises(vf.InputError, match="got no obs_vel"):
+        load_observations(tmp_path / "q.csv", data.obs_names)
     pd.DataFrame({"obs_1": [1.0], "obs_0": [0.0]}).to_csv(tmp_path / "q.csv", index=False)
     np.testing.assert_array_equal(load_observations(tmp_path / "q.csv", ("0", "1")), [[0.0, 1.0]])
 
@@ -422,6 +425,11 @@ def test_empty_episodes_of_a_minari_set_are_skipped(tmp_path: Path) -> None:
         for name in ("observations", "actions", "rewards", "terminations", "truncations"):
             group[name] = np.zeros(0)
     assert len(vf.load(path)) == N
+
+
+def test_the_current_folder_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(minari(tmp_path, True))
+    assert len(vf.load(".")) == N
 
 
 def test_arrow_tables_in_memory() -> None:

@@ -145,6 +145,17 @@ def test_episodes_are_views_and_split_and_join() -> None:
         vf.concatenate([data, data.replace(discounts=np.ones(24))])
 
 
+def test_report_finds_a_sensor_fault_but_not_a_rare_flag() -> None:
+    data = walk(0, (60,), ("truncated",))
+    x = data.observations.copy()
+    x[:, 2] = np.arange(60) == 30
+    assert "values far outside" not in str(data.replace(observations=x).validate().problems)
+    x[2, 0] = 1e6
+    found = {p.what: p for p in data.replace(observations=x).validate().problems}
+    far = found["values far outside the rest of their column"]
+    assert (far.count, far.first) == (1, "row 2, column 0: 1e+06")
+
+
 def test_any_order_of_rows_keeps_its_meaning() -> None:
     """Permuted, reversed or resampled rows are Transitions again, with the same returns."""
     data = walk(0, discounts=np.random.default_rng(0).uniform(size=24))

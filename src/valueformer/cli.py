@@ -32,7 +32,7 @@ app.add_typer(bench_app, name="bench")
 _INTERRUPTED = 130  # the shell's code for Ctrl-C
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of it that newer versions of typer carry
 
-OUTPUTS = ("values.parquet", "result.json", "report.png", "report.html")
+OUTPUTS = ("values.parquet", "queries.parquet", "result.json", "report.png", "report.html")
 
 Data = Annotated[str, typer.Argument(help="A file, a folder, or sample:NAME (see `valueformer samples`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

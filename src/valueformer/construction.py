@@ -1,4 +1,4 @@
-"""From theorem to weights: key, query and value matrices with which attention performs kernel TD (PAPER P5, THEORY 1).
+"""From theorem to weights: key, query and value matrices with which attention performs kernel TD (claim P5, theory 1).
 
 | layout     | keys read        | queries read | value matrix                                              |
 |------------|------------------|--------------|-----------------------------------------------------------|
@@ -83,7 +83,7 @@ def construct(
     """Return the transformer whose l-th layer is the l-th step of kernel TD from V = 0, with exactly these step sizes.
 
     ``step_size``: > 0, one number or one per layer; ``ridge`` >= 0 makes the residual stream leak.
-    In the limit V(x) = k_x (G + ridge I)^{-1} r (THEORY section 3).
+    In the limit V(x) = k_x (G + ridge I)^{-1} r (theory 3).
     ``obs_dim`` None: the matrices are built, in the prompt's dtype, for the first prompt that the transformer sees.
     Raises InputError for arguments out of range and for kernels that no attention head computes.
     """

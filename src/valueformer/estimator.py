@@ -52,13 +52,13 @@ class ValueFormer(PersistentModel):
         L layers of kernel TD, or its fixed point in closed form (kernel LSTD).
     step_size : "fast", "safe", float or sequence of L floats
         "fast": 1 / sigma_max(M). "safe": 1 / (1.05 (lambda_max(K) + ridge)). Both are guarded: a step after which the residual
-        exceeds twice its best is taken back and halved (THEORY section 7.3). Numbers are taken literally.
+        exceeds 4 times its best is taken back and halved (theory 7.3). Numbers are taken literally.
     gamma : float in [0, 1]
         Discount per step; a transition's own ``discounts`` multiply it.
     ridge : float >= 0
         Leak of the residual stream, in units of the kernel.
     initial_level : "context" or float
-        V before the first layer: the context's constant of least TD error (THEORY section 7.1), or a number.
+        V before the first layer: the context's constant of least TD error (theory 7.1), or a number.
     scaler : "isotropic", "standardize" or "none"
         Fitted on the context's states alone (:func:`valueformer.features.fit_scaler`).
     layout : "fast", "pair", "residual", "trajectory" or "two_group"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -18,14 +18,15 @@ from valueformer import kernels
 from valueformer.errors import InputError
 from valueformer.estimator import DivergenceWarning, ValueFormer
 from valueformer.kernels import Kernel
-from valueformer.metrics import HeldOut, held_out_metrics
+from valueformer.metrics import MAX_REMAINING, HeldOut, held_out_metrics
 from valueformer.results import Evaluation
-from valueformer.transitions import Transitions
+from valueformer.transitions import Returns, Transitions
 from valueformer.version import __version__
 
 __all__ = ["evaluate"]
 
 MAX_FOLDS = 10
+_LEVEL_TOLERANCE = 0.25  # of the mean recorded return, before the verdict mentions it
 
 
 def evaluate(
@@ -52,17 +53,23 @@ def evaluate(
         answers = None if queries is None else model.predict(queries)
         report(1, n_folds + 1)
         held_value, held_td = np.full(len(data), np.nan), np.full(len(data), np.nan)
-        fold = _folds(data, n_folds)
+        fold, stuck = _folds(data, n_folds), 0
         for k in range(n_folds):
             rows = np.flatnonzero(fold == k)
             held_out, fitted = data[rows], _unfitted(model).fit(data[np.flatnonzero(fold != k)])
             held_value[rows], held_td[rows] = fitted.values_and_td_errors(held_out)
+            stuck += "no layer improved" in fitted.solution_.message
             report(k + 2, n_folds + 1)
     returns = data.monte_carlo_returns(model.gamma)
     heldout = HeldOut(None, None, None, None, None, 0)
     if n_folds:
         heldout = held_out_metrics(data, model.gamma, values=held_value, td=held_td, n_folds=n_folds)
     first = data.initial_rows
+    level = _level(held_value if n_folds else values, returns)
+    message = model.solution_.message
+    if stuck:
+        note = f"in {stuck} of {n_folds} folds no layer improved on the start: try more layers or a smaller temperature"
+        message = f"{message}; {note}" if message else note
     solution, steps = model.solution_, model.solution_.stats["step_sizes"]
     return Evaluation(
         source=data.source,
@@ -81,8 +88,8 @@ def evaluate(
         layout=model.layout,
         step_size=None if not steps else steps[0] if len(set(steps)) == 1 else steps,
         status=solution.status,
-        message=solution.message,
-        verdict=verdict(data, heldout, solution.status, solution.message),
+        message=message,
+        verdict=verdict(data, heldout, solution.status, solution.message, level),
         context_td_error=model.td_error_,
         heldout=heldout,
         initial_value={"mean": float(values[first].mean()), "per_episode": values[first]},
@@ -96,7 +103,11 @@ def evaluate(
             "monte_carlo_return": returns.values,
             "missing_weight": returns.remaining,
         },
+        initial_td_error=solution.stats["initial_td_error"],
+        rewinds=solution.stats["rewinds"],
+        level=level,
         queries=answers,
+        query_states=None if queries is None else np.asarray(queries).reshape(len(np.asarray(queries)), -1),
         seconds=time.perf_counter() - start,
         config=_config(model),
     )
@@ -112,8 +123,30 @@ def _folds(data: Transitions, n_folds: int) -> NDArray[np.int64]:
     return data.episode_index % max(n_folds, 1)
 
 
-def verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> str:
-    """Say in one sentence of plain words what the held-out numbers mean."""
+def _level(values: NDArray[np.float64], returns: Returns) -> dict[str, Any]:
+    """Return the mean value and the mean recorded return over rows whose return is recorded, None where there are none."""
+    kept = returns.remaining <= MAX_REMAINING
+    if not kept.any():
+        return {"mean_value": None, "mean_return": None, "rows": 0}
+    return {
+        "mean_value": float(values[kept].mean()),
+        "mean_return": float(returns.values[kept].mean()),
+        "rows": int(kept.sum()),
+    }
+
+
+def verdict(data: Transitions, heldout: HeldOut, status: str, message: str, level: Mapping[str, Any]) -> str:
+    """Say in plain words what the held-out numbers mean, and whether the level agrees with recorded returns."""
+    words = _verdict(data, heldout, status, message)
+    value, recorded = level.get("mean_value"), level.get("mean_return")
+    if status in ("diverged", "singular") or value is None or recorded is None:
+        return words
+    if abs(value - recorded) > _LEVEL_TOLERANCE * abs(recorded):
+        return f"{words} Their level is off: they average {value:.3g} where recorded returns average {recorded:.3g}."
+    return words
+
+
+def _verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> str:
     if status in ("diverged", "singular"):
         return f"Do not use these values: the computation ended {status} ({message})."
     if not data.rewards.any():
@@ -125,7 +158,7 @@ def verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> s
     if heldout.tdc >= 1:
         return (
             f"Do not read differences between states: on episodes left out, one constant value does as well "
-            f"(TD error {heldout.tdc:.2f} times the best constant's); more episodes or a smaller gamma may help."
+            f"(TD error {heldout.tdc:.2f} times the best constant's); more layers, more episodes or a smaller gamma may help."
         )
     explained = heldout.explained_variance
     part = "" if explained is None else f", and they explain {max(explained, 0.0):.0%} of the variance of the returns"

@@ -1,7 +1,7 @@
 """Observations to state vectors: scalers that are fitted on the context alone.
 
 In scaled units a typical distance between two context states is about 1, so that one kernel temperature can serve
-every domain (THEORY section 7.4).
+every domain (theory 7.4).
 """
 
 from __future__ import annotations

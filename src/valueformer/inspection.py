@@ -63,7 +63,7 @@ def inspect(data: Transitions) -> DataReport:
     lengths = np.bincount(data.episode_index)
     rewards = data.rewards.astype(np.float64)
     unit = float(np.abs(rewards).max()) or 1.0  # the square of a huge reward would overflow
-    action = "none" if data.actions is None else f"{data.actions.shape[1]} columns, {data.actions.dtype}"
+    action = "none" if data.actions is None else f"{_count(data.actions.shape[1], 'column')}, {data.actions.dtype}"
     return DataReport(
         source=data.source,
         format=data.format,
@@ -122,12 +122,23 @@ def _problems(data: Transitions, unfinished: NDArray[np.int64]) -> Iterator[Prob
     constant = np.flatnonzero((data.observations == data.observations[0]).all(axis=0))
     if len(constant):
         yield Problem("constant observation columns", len(constant), f"column {constant[0]}", "harmless; may be dropped")
+    low, middle, high = np.percentile(data.observations.astype(np.float64), [5, 50, 95], axis=0)
+    # a column that is nearly always the same (a gripper, a flag) has no scale to be far in
+    far = (np.abs(data.observations - middle) > 100.0 * (high - low)) & (high > low)
+    if far.any():
+        row, column = np.argwhere(far)[0]
+        first = f"row {row}, column {column}: {data.observations[row, column]:.4g}"
+        yield Problem("values far outside the rest of their column", int(far.sum()), first, "a sensor fault? drop or repair it")
     duplicates = _duplicate_columns(data.observations, skip=constant)
     if duplicates:
         a, b = duplicates[0]
         yield Problem("duplicate observation columns", len(duplicates), f"column {b} = {a}", "harmless; may be dropped")
     if not data.rewards.any():
         yield Problem("all rewards are zero", len(data), "row 0", "the value is zero everywhere; check the reward column")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _duplicate_columns(matrix: NDArray[Any], skip: NDArray[Any]) -> list[tuple[int, int]]:

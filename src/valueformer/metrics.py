@@ -37,7 +37,7 @@ class HeldOut:
 
 
 def best_constant(rewards: NDArray[Any], discount: Vector, weight: NDArray[Any] | None = None) -> float:
-    """Return the constant V of least TD error, ``c = sum r w / sum w^2`` with ``w_i = 1 - gamma_i`` (THEORY section 7.1).
+    """Return the constant V of least TD error, ``c = sum r w / sum w^2`` with ``w_i = 1 - gamma_i`` (theory 7.1).
 
     0 where every gamma_i is 1: no constant changes the TD error then.
     """

@@ -1,7 +1,7 @@
-"""Transitions and queries as tokens (PAPER P3): four layouts with named channels, gates and masks.
+"""Transitions and queries as tokens (claim P3): four layouts with named channels, gates and masks.
 
 A token is a row of channels. Attention cannot square, so every layout carries two points, their squared norms and a
-constant 1 (THEORY section 1). Gates are channels too: an exponential head adds them to its score, ``log w`` for a
+constant 1 (theory 1). Gates are channels too: an exponential head adds them to its score, ``log w`` for a
 weight w and -1e4 for silence. Heads of other activations take the same weights as masks. Queries are the last tokens.
 """
 
@@ -87,9 +87,9 @@ class Prompt:
         """Build the tokens of a context and of queries ``(m, d)``.
 
         ``gate_queries=False`` leaves the query's (zero) next state readable: layout "residual" then reads
-        ``V(s_q) - gamma V(0)``, the constant offset of PAPER P8. ``centre`` ``(d,)`` is subtracted from all states. Under a
+        ``V(s_q) - gamma V(0)``, the constant offset of claim P8. ``centre`` ``(d,)`` is subtracted from all states. Under a
         stationary kernel that changes nothing but rounding, and float32 tokens need states near the origin: an RBF is off by
-        1e-4 where their mean is 10 lengthscales away, and useless at 1000 (THEORY section 6). Raises InputError for an unknown
+        1e-4 where their mean is 10 lengthscales away, and useless at 1000 (theory 6). Raises InputError for an unknown
         layout, queries of another dimension or not finite, or "trajectory" on rows whose s'_j is not s_{j+1}.
         """
         if layout not in get_args(Layout):
@@ -185,7 +185,7 @@ class Prompt:
         return tokens[..., channel_slices(self.layout, self.obs_dim)[name].start]
 
     def query_values(self, tokens: Float[Tensor, "*batch t c"]) -> Float[Tensor, "*batch m"]:
-        """Read the queries' values out of a layer's tokens (PAPER P6): the value slot, or minus the residual slot."""
+        """Read the queries' values out of a layer's tokens (claim P6): the value slot, or minus the residual slot."""
         slot = -self.channel(tokens, "residual") if self.layout == "residual" else self.channel(tokens, "value")
         return slot[..., slot.shape[-1] - self.num_queries :]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from valueformer.files import write_atomically, write_text
 from valueformer.metrics import MAX_REMAINING
-from valueformer.results import read_stored
+from valueformer.results import read_stored, to_json
 
 __all__ = ["evaluation_chart", "write_report"]
 
@@ -35,7 +35,9 @@ def write_report(folder: str | Path) -> dict[str, str]:
     write_atomically(folder / "report.png", lambda path: chart.save(str(path), format="png", ppi=144))
     body = chart.to_html(inline=True, fullhtml=False, json_kwds={"cls": _ScriptSafe})
     write_text(folder / "report.html", _page(document, body))
-    return {"picture": str(folder / "report.png"), "page": str(folder / "report.html")}
+    files = {"picture": str(folder / "report.png"), "page": str(folder / "report.html")}
+    write_text(folder / "result.json", to_json(document | {"files": document["files"] | files}))
+    return files
 
 
 class _ScriptSafe(json.JSONEncoder):
@@ -123,15 +125,16 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
 
 
 def _layer_panel(document: dict[str, Any]) -> Panel:
-    errors = [e for e in document["context_td_error"] if e is not None]
-    layers = pa.table({"layer": list(range(1, len(errors) + 1)), "error": [max(e, 1e-300) for e in errors]})
+    errors = [document["initial_td_error"], *document["context_td_error"]]
+    layers = pa.table({"layer": list(range(len(errors))), "error": [max(e, 1e-300) for e in errors]})
+    axis = alt.Axis(format="~g", labelOverlap="greedy", titlePadding=14)
     tooltip = [alt.Tooltip("layer:Q"), alt.Tooltip("error:Q", format=".3g")]
     line = (
         alt.Chart(layers)
         .mark_line(color=_BLUE, strokeWidth=2, point=alt.OverlayMarkDef(size=18, color=_BLUE))
         .encode(
             x=alt.X("layer:Q", title="layer (one TD step each)", axis=alt.Axis(tickMinStep=1)),
-            y=alt.Y("error:Q", title="mean squared TD error (log)", scale=alt.Scale(type="log"), axis=alt.Axis(format="~g")),
+            y=alt.Y("error:Q", title="mean squared TD error (log)", scale=alt.Scale(type="log"), axis=axis),
             tooltip=tooltip,
         )
     )
@@ -142,11 +145,16 @@ def _layer_panel(document: dict[str, Any]) -> Panel:
         if held["tdc"]:
             reference["what"].append("best constant")
             reference["error"].append(held["td_error"] / held["tdc"])
-        rules = alt.Chart(pa.table(reference))
-        marks.append(rules.mark_rule(strokeDash=[5, 4], color=_GREY).encode(y="error:Q"))
-        text = rules.mark_text(align="left", baseline="middle", dx=5, color="#555", fontSize=11)
-        marks.append(text.encode(y="error:Q", x=alt.value(330), text="what:N"))
-    return alt.layer(line, *marks).properties(width=330, height=230, title=_subtitle("TD error on the context, layer by layer"))
+        highest = max(reference["error"])
+        for what, error in zip(reference["what"], reference["error"], strict=True):
+            rule = alt.Chart(pa.table({"what": [what], "error": [error]}))
+            marks.append(rule.mark_rule(strokeDash=[5, 4], color=_GREY).encode(y="error:Q"))
+            above = error == highest  # two labels at one height would cover each other
+            text = rule.mark_text(align="left", baseline="bottom" if above else "top", dx=5, color="#555", fontSize=11)
+            marks.append(text.encode(y="error:Q", x=alt.value(330), text="what:N"))
+    taken_back = f" ({document['rewinds']} steps taken back)" if document["rewinds"] else ""
+    title = _subtitle(f"TD error on the context, layer by layer{taken_back}")
+    return alt.layer(line, *marks).properties(width=330, height=230, title=title)
 
 
 def _scatter_panel(
@@ -184,20 +192,22 @@ def _subtitle(text: str) -> alt.TitleParams:
 
 def summary_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the evaluation as (what, number) pairs, for the terminal and the page alike."""
-    data, held, initial = document["data"], document["heldout"], document["initial_value"]
+    data, held, initial, level = document["data"], document["heldout"], document["initial_value"], document["level"]
+    status = "max_layers (the normal end)" if document["status"] == "max_layers" else document["status"]
     kernel = document["kernel"] if document["temperature"] is None else f"{document['kernel']}, {document['temperature']}"
     rows = [
         ("what is estimated", document["estimand"]),
         ("log", f"{data['n_transitions']} transitions, {data['n_episodes']} episodes, {data['obs_dim']} features"),
         ("ends", f"{data['terminated']} terminated, {data['truncated']} truncated"),
         ("initial value, mean", number(initial["mean"])),
-        ("TD error, held out / E[r²]", number(held["td_ratio"])),
-        ("  of the best constant", number(held["td_ratio_constant"])),
-        ("  quotient of the two (TDc)", number(held["tdc"])),
+        ("mean value / recorded return", f"{number(level['mean_value'])} / {number(level['mean_return'])}"),
+        ("TD error, held out / mean r²", number(held["td_ratio"])),
+        ("  of the best constant value", number(held["td_ratio_constant"])),
+        ("  ours / the constant's (TDc)", number(held["tdc"])),
         ("explained variance of returns", number(held["explained_variance"])),
         ("folds of whole episodes", str(held["n_folds"])),
         ("kernel, temperature", kernel),
-        ("layers, status", f"{document['num_layers']}, {document['status']}"),
+        ("layers, status", f"{document['num_layers']}, {status}"),
     ]
     return [*rows, ("note", document["message"])] if document["message"] else rows
 
@@ -225,6 +235,6 @@ def _page(document: dict[str, Any], chart: str) -> str:
 <h1>{title}</h1>
 <p class="verdict">{html.escape(document["verdict"])}</p>
 <table>{rows}</table>
-{chart}
+<div style="overflow-x: auto">{chart}</div>
 </body></html>
 """

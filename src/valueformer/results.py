@@ -24,7 +24,10 @@ __all__ = ["Evaluation", "Status", "plain", "read_stored", "to_json"]
 Status = Literal["converged", "max_layers", "diverged", "singular"]
 
 
-@dataclass(frozen=True, eq=False)
+_NOT_JSON = ("table", "queries", "query_states")  # the first and the last go to Parquet
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
     """The value of a log's behaviour policy, state by state, and how far it held on episodes left out of the context."""
 
@@ -49,25 +52,44 @@ class Evaluation:
     """mean, and per_episode in order of appearance."""
     table: Mapping[str, NDArray[Any]]
     """Per transition: episode_id, step, value, td_error, advantage, heldout_value, monte_carlo_return, missing_weight."""
+    initial_td_error: float = 0.0
+    """Mean squared TD error on the context before the first layer."""
+    rewinds: int = 0
+    """Steps that the guard took back."""
+    level: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """mean_value and mean_return over the rows whose return is at least 95 % recorded, held out where possible."""
     queries: NDArray[Any] | None = None
+    """``(m,)`` values at the states asked about."""
+    query_states: NDArray[Any] | None = None
     seconds: float = 0.0
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Parameters, seed and versions: what it takes to get these numbers again."""
 
+    def __repr__(self) -> str:
+        return f"Evaluation({self.source}, gamma={self.gamma:g}, status={self.status!r}: {self.verdict})"
+
     def to_dict(self, files: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Return the JSON document: plain values, undefined numbers as None; the table is left to Parquet."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("table", "queries")}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_JSON}
         fields["heldout"] = dataclasses.asdict(self.heldout)
         if self.queries is not None:
             fields["queries"] = self.queries
         return plain(fields | {"files": dict(files or {})})
 
     def save(self, folder: str | Path) -> dict[str, str]:
-        """Write values.parquet and result.json; return their paths. Raises OSError where the folder cannot be written to."""
+        """Write values.parquet, result.json and, if states were asked about, queries.parquet; return their paths.
+
+        Raises OSError where the folder cannot be written to.
+        """
         folder = Path(folder)
         files = {"values": str(folder / "values.parquet"), "result": str(folder / "result.json")}
         table = pa.table({name: pa.array(column, from_pandas=True) for name, column in self.table.items()})
         write_atomically(folder / "values.parquet", lambda path: pyarrow.parquet.write_table(table, path))
+        if self.queries is not None and self.query_states is not None:
+            files["queries"] = str(folder / "queries.parquet")
+            states = {f"obs_{i}": column for i, column in enumerate(self.query_states.T)}
+            asked = pa.table({**states, "value": self.queries})
+            write_atomically(folder / "queries.parquet", lambda path: pyarrow.parquet.write_table(asked, path))
         write_text(folder / "result.json", to_json(self.to_dict(files)))
         return files
 

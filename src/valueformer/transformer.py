@@ -2,7 +2,7 @@
 
     Z <- Z R^T + sum_h diag(mq_h) A_h diag(mk_h) Z V_h^T,      A_h[i, j] = h(<Q_h z_i, K_h z_j>)
 
-Rows of Z are tokens, i the query and j the key; no layer normalisation, no MLP (THEORY section 1). R is the residual
+Rows of Z are tokens, i the query and j the key; no layer normalisation, no MLP (theory 1). R is the residual
 stream, the identity unless it leaks (ridge).
 """
 

@@ -34,7 +34,7 @@ class Kernel(ABC):
     @property
     @abstractmethod
     def psd(self) -> bool:
-        """Whether every kernel matrix is symmetric positive semi-definite (what THEORY's lemma asks for)."""
+        """Whether every kernel matrix is symmetric positive semi-definite (what the lemma of theory 3 asks for)."""
 
     @property
     @abstractmethod

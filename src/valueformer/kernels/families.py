@@ -82,7 +82,7 @@ def squared_distances(
     """Return ``|x - y|^2`` for all pairs, never negative.
 
     Points are centred on the keys first: the expanded square loses ``eps * |x|^2``, and distances do not know the origin
-    (THEORY section 6). With ``flush`` a distance within its own rounding error is zero.
+    (theory 6). With ``flush`` a distance within its own rounding error is zero.
     """
     centre = keys.detach().mean(dim=-2, keepdim=True)  # (..., 1, d)
     queries, keys = queries - centre, keys - centre
@@ -241,7 +241,7 @@ class ReLU(AttentionKernel):
 class Softmax(AttentionKernel):
     """Softmax attention ``kappa(x, y) / sum_k kappa(x, y_k)``: each query's weights over the keys sum to one.
 
-    The normaliser depends on the keys, so the matrix is not symmetric and the lemma does not hold (THEORY section 1).
+    The normaliser depends on the keys, so the matrix is not symmetric and the lemma does not hold (theory 1).
     Computed with log-sum-exp: far queries underflow to 0/0 otherwise.
     """
 

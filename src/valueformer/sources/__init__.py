@@ -57,7 +57,7 @@ def load(source: Any) -> Transitions:
         scheme, colon, rest = str(source).partition(":")
         if colon and scheme in SCHEMES:
             return SCHEMES[scheme](rest)
-        return _load_path(Path(source))
+        return _load_path(Path(source), str(source) or "''")
     if hasattr(source, "column_names"):  # an Arrow table
         return tables.from_columns(tables.table_columns(source, "Table in memory"), source="Table in memory", form="table")
     if hasattr(source, "columns"):
@@ -65,14 +65,13 @@ def load(source: Any) -> Transitions:
     raise InputError("data", "a path, a table, a mapping of arrays or Transitions", type(source).__name__)
 
 
-def _load_path(path: Path) -> Transitions:
-    shown = str(path) or "''"
+def _load_path(path: Path, shown: str) -> Transitions:
     try:
         path = path.expanduser()
         exists = path.exists()
     except (OSError, RuntimeError) as error:
         raise InputError(shown, "a path", str(error), "check the path") from None
-    if not exists or not str(path).strip("."):
+    if not exists or shown == "''":
         mend = "check the path; bundled logs are listed by `valueformer samples`"
         raise InputError(shown, "an existing file or folder", "nothing there", mend)
     if not os.access(path, os.R_OK):
@@ -116,7 +115,9 @@ def load_observations(path: Path, names: Sequence[str] | None = None) -> NDArray
         wanted = list(names) if names is not None else [str(i) for i in range(len(given))]
         if given and given != [""] and set(given) != set(wanted):
             shown = ", ".join(f"obs_{name}" for name in wanted[:4]) + (" .." if len(wanted) > 4 else "")
-            got = ", ".join(f"obs_{name}" for name in given[:4]) + (" .." if len(given) > 4 else "")
+            lacking = [f"no obs_{name}" for name in wanted if name not in given]
+            foreign = [f"obs_{name}" for name in given if name not in wanted]
+            got = ", ".join([*lacking[:3], *foreign[:3]])
             raise InputError(f"{path}: columns", f"those of the log: {shown}", got, "name them alike; the order is free")
         found = tables.gather(columns, "obs", source=str(path), order=None if given == [""] else wanted if given else None)
     return fields.finite(f"{path}: observations", fields.matrix(f"{path}: observations", found))
