@@ -167,13 +167,14 @@ def _scatter_panel(
         kept = np.sort(np.random.default_rng(0).choice(kept, _POINTS, replace=False))
     returns, values = columns["monte_carlo_return"][kept], columns[value][kept]
     low, high = float(min(returns.min(), values.min())), float(max(returns.max(), values.max()))
+    scale = alt.Scale(domain=[low, high], nice=True, zero=False)
     table = {"ret": returns, "val": values, "episode": [str(e) for e in columns["episode_id"][kept].tolist()]}
     points = (
         alt.Chart(pa.table(table))
         .mark_circle(size=16, opacity=0.35, color=_BLUE)
         .encode(
-            x=alt.X("ret:Q", title=_RETURN, scale=alt.Scale(domain=[low, high], nice=True), axis=alt.Axis(tickCount=6)),
-            y=alt.Y("val:Q", title=label, scale=alt.Scale(domain=[low, high], nice=True)),
+            x=alt.X("ret:Q", title=_RETURN, scale=scale, axis=alt.Axis(tickCount=6)),
+            y=alt.Y("val:Q", title=label, scale=scale),
             tooltip=[
                 "episode:N",
                 alt.Tooltip("ret:Q", title=_RETURN, format=".4g"),
@@ -182,7 +183,7 @@ def _scatter_panel(
         )
     )
     diagonal = alt.Chart(pa.table({"ret": [low, high], "val": [low, high]})).mark_line(color=_GREY, strokeDash=[5, 4])
-    both = alt.layer(diagonal.encode(x="ret:Q", y="val:Q"), points)
+    both = alt.layer(diagonal.encode(x=alt.X("ret:Q", scale=scale), y=alt.Y("val:Q", scale=scale)), points)
     return both.interactive().properties(width=330, height=230, title=_subtitle("Values against returns (dashed: equal)"))
 
 
