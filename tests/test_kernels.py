@@ -128,7 +128,7 @@ def test_kernels_add_up_with_sum_and_refuse_other_things(points: torch.Tensor) -
     assert isinstance(both, kernels.Sum)
     torch.testing.assert_close(both(points, points), RBF(1.0)(points, points) + Laplace(2.0)(points, points))
     with pytest.raises(TypeError):
-        RBF(1.0) * "2"  # pyright: ignore[reportOperatorIssue]
+        _ = RBF(1.0) * "2"  # pyright: ignore[reportOperatorIssue]
 
 
 def test_relu_is_rightly_declared_indefinite() -> None:
