@@ -391,6 +391,18 @@ def test_parameters_set_after_fit_change_nothing_fitted(layout: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_what_was_fitted_not_later_parameters(layout: Any, tmp_path: Path) -> None:
+    data = walk(0)
+    model = vf.ValueFormer(gamma=0.9, layout=layout, kernel="rbf", ridge=0.1).fit(data)
+    values, score = model.predict(QUERIES), model.score(data)
+    model.set_params(gamma=0.5, ridge=1.0, kernel="laplace", layout="two_group", dtype="float64").save(tmp_path)
+    loaded = vf.load_model(tmp_path)
+    np.testing.assert_array_equal(loaded.predict(QUERIES), values)
+    assert loaded.score(data) == score
+    assert loaded.gamma == 0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_far_queries_read_the_level_in_every_layout(layout: Any) -> None:
     """A far query scores itself with a rounding error larger than any gate; it must stay silent as a key."""
     model = vf.ValueFormer(gamma=0.9, layout=layout).fit(walk(0))

@@ -257,6 +257,24 @@ def test_status_under_weights_follows_the_weighted_error() -> None:
     np.testing.assert_allclose(ridged.dual_coef.numpy(), closed.dual_coef.numpy(), atol=1e-9)
 
 
+def test_status_is_that_of_the_iterate_returned() -> None:
+    """A start within the tolerance of large rewards, from which off-policy layers only lead away: the start is returned."""
+    data = vf.Transitions(
+        observations=[0.0, 0.2], next_observations=[-1.0, 1.2], rewards=[1.0, -1.0], terminated=[0, 0], episode_ids=[0, 1]
+    )
+    context = Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64)
+    seen = 0
+    for step in (0.3, 1.0, 3.0, 30.0):
+        arguments: dict[str, Any] = {"step_size": step, "num_layers": 25, "guard": True}
+        solution, _ = solvers.iterate(context, reward_square=1.05e6, **arguments)
+        if float(solution.td_error[-1]) <= 1.05:
+            seen += 1
+            assert solution.status == "converged"
+            assert solution.message == ""
+        assert solvers.iterate(context, **arguments)[0].status == "max_layers"
+    assert seen == 4
+
+
 def test_shuffled_rows_share_states_too() -> None:
     data = walk(0)
     shuffled = data[np.random.default_rng(0).permutation(24)]

@@ -134,7 +134,7 @@ class ValueFormer(PersistentModel):
             raise InputError("data", "vf.Transitions", type(data).__name__, "load it first: vf.load(data)")
         self.kernel_ = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
         self.n_features_in_ = data.obs_dim
-        self.gamma_ = float(self.gamma)
+        self.gamma_, self.ridge_ = float(self.gamma), float(self.ridge)
         self.scaler_ = fit_scaler(self.scaler, data.observations, self.random_state)
         if self.scaler == "none" and self.kernel_.stationary:  # the kernel cannot tell, and float32 keeps its digits
             self.scaler_ = Scaler(data.observations.astype(np.float64).mean(axis=0), self.scaler_.factor)
@@ -181,7 +181,7 @@ class ValueFormer(PersistentModel):
                 reward_square=reward_square,
             )
         steps = solution.stats["step_sizes"]
-        self.transformer_ = self._transformer(steps) if self.layout != "fast" and steps else None
+        self.transformer_ = self._transformer(self.layout, steps) if self.layout != "fast" and steps else None
         if self.transformer_ is not None:
             output = self.transformer_(self._prompt(self.transformer_, None))
             solution = dataclasses.replace(solution, td_error=output.td_error.cpu())
@@ -193,17 +193,17 @@ class ValueFormer(PersistentModel):
         self.solution_ = dataclasses.replace(solution, td_error=solution.td_error * power, stats=stats)
         self.td_error_ = self.solution_.td_error.numpy()
 
-    def _transformer(self, steps: Sequence[float]) -> Transformer:
-        assert self.layout != "fast"
+    def _transformer(self, layout: Layout, steps: Sequence[float]) -> Transformer:
+        """Return the transformer of what was fitted: parameters may have been set to something else since."""
         return construct(
             self.kernel_,
-            layout=self.layout,
-            gamma=self.gamma,
+            layout=layout,
+            gamma=self.gamma_,
             step_size=steps,
             num_layers=len(steps),
-            ridge=self.ridge,
+            ridge=self.ridge_,
             obs_dim=self.n_features_in_,
-            dtype=self._dtype,
+            dtype=getattr(torch, str(self.context_.observations.dtype)),
         ).to(self._device)
 
     def _prompt(self, transformer: Transformer, states: NDArray[Any] | None) -> Prompt:

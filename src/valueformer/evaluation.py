@@ -58,7 +58,7 @@ def evaluate(
             rows = np.flatnonzero(fold == k)
             held_out, fitted = data[rows], _unfitted(model).fit(data[np.flatnonzero(fold != k)])
             held_value[rows], held_td[rows] = fitted.values_and_td_errors(held_out)
-            stuck += "no layer improved" in fitted.solution_.message
+            stuck += fitted.solution_.status == "max_layers" and not fitted.solution_.stats["improved"]
             report(k + 2, n_folds + 1)
     returns = data.monte_carlo_returns(model.gamma)
     heldout = HeldOut(None, None, None, None, None, 0)

@@ -180,6 +180,12 @@ class Prompt:
         """Number n of transitions in each context of the batch, padding left out."""
         return self.key_mask[..., 0, :].sum(-1)
 
+    @property
+    def _transition_mask(self) -> Bool[Tensor, "*batch n"]:
+        """Which of the n transitions are real rather than padding."""
+        rows = torch.arange(self.state_token.shape[-1], device=self.state_token.device)
+        return rows < self.context_length[..., None]
+
     def channel(self, tokens: Tensor, name: str) -> Float[Tensor, "*batch t"]:
         """Return one scalar channel of a token matrix in this prompt's layout."""
         return tokens[..., channel_slices(self.layout, self.obs_dim)[name].start]
@@ -191,13 +197,11 @@ class Prompt:
 
     def td_errors(self, tokens: Float[Tensor, "*batch t c"], gamma: float) -> Float[Tensor, "*batch n"]:
         """Read the context's TD errors ``r + gamma d (1 - terminated) V(s') - V(s)`` out of a layer's tokens; 0 for padding."""
-        rows = torch.arange(self.state_token.shape[-1], device=tokens.device)
-        return self._td_errors(tokens, gamma) * (rows < self.context_length[..., None])
+        return self._td_errors(tokens, gamma) * self._transition_mask
 
     def td_error(self, tokens: Float[Tensor, "*batch t c"], gamma: float) -> Float[Tensor, "*batch"]:
         """Return the mean squared TD error of a layer's tokens, weighted as the transitions are, in float64."""
-        rows = torch.arange(self.state_token.shape[-1], device=tokens.device)
-        weight = self.key_weight[..., 0, :].gather(-1, self.state_token) * (rows < self.context_length[..., None])
+        weight = self.key_weight[..., 0, :].gather(-1, self.state_token) * self._transition_mask
         return (weight * self.td_errors(tokens, gamma).double().square()).sum(-1) / weight.sum(-1)
 
     def _td_errors(self, tokens: Tensor, gamma: float) -> Tensor:

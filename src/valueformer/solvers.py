@@ -64,7 +64,8 @@ class Solution:
     status: Status
     message: str
     stats: Mapping[str, Any] = field(default_factory=dict)
-    """``step_sizes``: those on the path to ``dual_coef``; ``rewinds``; ``initial_td_error``; ``layers`` run."""
+    """``step_sizes``: those on the path to ``dual_coef``; ``rewinds``; ``layers`` run; ``initial_td_error``;
+    ``improved``: whether any layer has a smaller residual than the start, or the start was within the tolerance."""
     trace: Tensor | None = None
     """``(L, m)`` query values after each layer, if asked for."""
 
@@ -198,10 +199,9 @@ def evaluate_kernel_sum(
     queries: Float[Tensor, "m d"],
     centres: Float[Tensor, "n d"],
     dual_coef: Float[Tensor, "n ..."],
-    chunk: int | None = None,
 ) -> Float[Tensor, "m ..."]:
     """Return ``sum_j a_j kappa(x, s_j)`` at the queries, in chunks so that memory stays bounded."""
-    chunk = chunk or max(1, _TILE // max(len(centres), 1))
+    chunk = max(1, _TILE // max(len(centres), 1))
     parts = [kernel(queries[i : i + chunk], centres) @ dual_coef for i in range(0, len(queries), chunk)]
     values = torch.cat(parts) if parts else dual_coef.new_zeros((0, *dual_coef.shape[1:]))
     return _without_overflow(kernel, values, "queries")
@@ -277,22 +277,23 @@ def iterate(
             break
     layers = len(errors)
     diverged = not guard and (overflowed or not size <= initial)
-    status: Status = "diverged" if diverged else "converged" if reached else "max_layers"
-    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(best_size, initial):.2g} of its start"
-    if diverged:
-        grew = "overflowed" if overflowed else f"grew to {_ratio(size, initial):.2g} times its start"
-        message = (
-            f"the residual {grew}; the best layer ({best_length}) is returned: "
-            "use step_size='fast' or 'safe', a ridge, or a smaller gamma"
-        )
-    elif guard and not best_length and initial > limit:
-        message = "no layer improved on the start, which is returned: try more layers, a ridge or a smaller gamma"
+    grew = "overflowed" if overflowed else f"grew to {_ratio(size, initial):.2g} times its start"
     if diverged or (guard and size > best_size):  # end on the best iterate; under a guard the record shows it
         a, td, error = best
         del path[best_length:]
         if guard:
-            errors[-1] = context.mean_square(td)
-    stats = {"step_sizes": path, "rewinds": rewinds, "layers": layers, "initial_td_error": context.mean_square(r)}
+            errors[-1], reached = context.mean_square(td), best_size <= limit
+    improved = best_length > 0 or initial <= limit
+    status: Status = "diverged" if diverged else "converged" if reached else "max_layers"
+    message = "" if reached else f"rms TD error after {layers} layers is {_ratio(best_size, initial):.2g} of its start"
+    if diverged:
+        message = (
+            f"the residual {grew}; the best layer ({best_length}) is returned: "
+            "use step_size='fast' or 'safe', a ridge, or a smaller gamma"
+        )
+    elif guard and not improved:
+        message = "no layer improved on the start, which is returned: try more layers, a ridge or a smaller gamma"
+    stats = {"step_sizes": path, "rewinds": rewinds, "layers": layers, "improved": improved, "initial_td_error": initial}
     solution = Solution(a.new_zeros(0), a, torch.tensor(errors, dtype=torch.float64), status, message, stats)
     return solution, torch.stack(history) if history else a.new_zeros(0, len(context)) if record else None
 
@@ -322,7 +323,7 @@ def fixed_point(context: Context, *, ridge: float = 0.0) -> Solution:
         status = "singular"
         message = "the context's TD system is singular; least-norm coefficients are returned: use a ridge such as 1e-3"
     errors = torch.tensor([context.mean_square(context.rewards - context.apply(a))], dtype=torch.float64)
-    stats = {"step_sizes": [], "rewinds": 0, "layers": 0, "initial_td_error": context.reward_square}
+    stats = {"step_sizes": [], "rewinds": 0, "layers": 0, "improved": True, "initial_td_error": context.reward_square}
     return Solution(a.new_zeros(0), a, errors, status, message, stats)
 
 

@@ -22,6 +22,7 @@ from valueformer.errors import InputError
 from valueformer.features import Scaler
 from valueformer.files import write_atomically, write_text
 from valueformer.kernels import Kernel
+from valueformer.prompt import Layout
 from valueformer.results import Status, plain, to_json
 from valueformer.solvers import Solution
 from valueformer.transformer import Transformer
@@ -48,6 +49,7 @@ class PersistentModel(BaseEstimator, ABC):
     td_error_: NDArray[np.float64]
     transformer_: Transformer | None
     gamma_: float
+    ridge_: float
     level_: float
     reward_unit_: float
     n_features_in_: int
@@ -72,8 +74,7 @@ class PersistentModel(BaseEstimator, ABC):
         check_is_fitted(self)
         parameters, tensors = self._encode()
         solution = self.solution_
-        _, episode = np.unique(self.context_.episode_ids, return_inverse=True)
-        arrays = {name: getattr(self.context_, name) for name in _CONTEXT} | {"episode_ids": episode}
+        arrays = {name: getattr(self.context_, name) for name in _CONTEXT} | {"episode_ids": self.context_.episode_index}
         tensors |= {f"context.{name}": np.ascontiguousarray(a) for name, a in arrays.items() if a is not None}
         tensors |= {
             "dual_coef": solution.dual_coef.cpu().numpy(),
@@ -83,7 +84,9 @@ class PersistentModel(BaseEstimator, ABC):
         }
         del parameters["device"]  # the machine's, not the model's
         fitted = {
+            "kernel": _kernel_config(self.kernel_),
             "gamma": self.gamma_,
+            "ridge": self.ridge_,
             "layout": "fast" if self.transformer_ is None else self.transformer_.layout,
             "level": self.level_,
             "reward_unit": self.reward_unit_,
@@ -101,7 +104,8 @@ class PersistentModel(BaseEstimator, ABC):
         try:
             fitted = config["fitted"]
             arrays: dict[str, Any] = {n.removeprefix("context."): a for n, a in tensors.items() if n.startswith("context.")}
-            model.kernel_ = kernels.by_name(model.kernel) if isinstance(model.kernel, str) else model.kernel
+            model.kernel_ = kernels.from_config(fitted["kernel"])
+            model.gamma_, model.ridge_ = float(fitted["gamma"]), float(fitted["ridge"])
             model.context_ = Transitions(**arrays, source=str(folder), format="fitted")
             model.n_features_in_ = model.context_.obs_dim
             model.scaler_ = Scaler(tensors["scaler.centre"], tensors["scaler.factor"])
@@ -113,9 +117,8 @@ class PersistentModel(BaseEstimator, ABC):
             if fitted["status"] not in get_args(Status) or not all(isinstance(s, float) for s in fitted["stats"]["step_sizes"]):
                 raise TypeError("status or step sizes")
             model._check_parameters()
-            model.gamma_ = float(fitted["gamma"])
-            literal = fitted["layout"] != "fast"
-            model.transformer_ = model._transformer(fitted["stats"]["step_sizes"]) if literal else None
+            layout, steps = fitted["layout"], fitted["stats"]["step_sizes"]
+            model.transformer_ = None if layout == "fast" else model._transformer(layout, steps)
             model.predict(model.context_.observations[:1])
         except InputError:
             raise
@@ -127,7 +130,7 @@ class PersistentModel(BaseEstimator, ABC):
     def _check_parameters(self) -> None: ...
 
     @abstractmethod
-    def _transformer(self, steps: Sequence[float]) -> Transformer: ...
+    def _transformer(self, layout: Layout, steps: Sequence[float]) -> Transformer: ...
 
     @property
     @abstractmethod
@@ -140,8 +143,7 @@ class PersistentModel(BaseEstimator, ABC):
     def _encode(self) -> tuple[dict[str, Any], Tensors]:
         parameters, tensors = self.get_params(deep=False), {}
         if isinstance(self.kernel, Kernel):
-            parameters["kernel"] = plain(self.kernel.to_config())
-            kernels.from_config(parameters["kernel"])  # refuses a kernel that could not be read back
+            parameters["kernel"] = _kernel_config(self.kernel)
         if not isinstance(parameters["step_size"], (str, int, float)):
             tensors["step_sizes"] = np.asarray(parameters["step_size"], dtype=np.float64)
             parameters["step_size"] = "tensor"
@@ -157,6 +159,12 @@ class PersistentModel(BaseEstimator, ABC):
         if parameters.get("step_size") == "tensor":
             parameters["step_size"] = tensors["step_sizes"].tolist()
         return parameters
+
+
+def _kernel_config(kernel: Kernel) -> dict[str, Any]:
+    config = plain(kernel.to_config())
+    kernels.from_config(config)  # refuses a kernel that could not be read back
+    return config
 
 
 def _write(folder: Path, config: dict[str, Any], name: str, tensors: Tensors) -> None:

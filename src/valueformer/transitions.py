@@ -353,8 +353,7 @@ def concatenate(parts: Iterable[Transitions]) -> Transitions:
             arrays[name] = np.concatenate([getattr(part, name) for part in parts])
     ids, offset = [], 0
     for part in parts:
-        _, inverse = np.unique(part.episode_ids, return_inverse=True)
-        ids.append(inverse + offset)
+        ids.append(part.episode_index + offset)
         offset += part.n_episodes
     dropped: dict[str, int] = {}
     for part in parts:

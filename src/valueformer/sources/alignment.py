@@ -19,10 +19,6 @@ def from_step_rows(observations: Any, rewards: Any, terminated: Any, **optional:
     one (the last of a truncated or unfinished episode, or before a gap in ``steps``) is dropped and counted.
     """
     states = fields.matrix("observations", observations)
-    n = len(states)
-    ends = fields.length("terminated", fields.flags("terminated", terminated), n)
-    if optional.get("truncated") is not None:
-        ends = ends | fields.length("truncated", fields.flags("truncated", optional["truncated"]), n)
     # Validates every field; the placeholder successors are replaced below.
     rows = Transitions(
         observations=states,
