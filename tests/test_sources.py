@@ -301,7 +301,7 @@ NO_FLAG = {k: v for k, v in GOOD.items() if k not in ("terminated", "truncated")
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda p: p / "nowhere.csv", "expected an existing file or folder"),
     "empty": (write_bytes("a.csv", b""), "an empty file"),
-    "binary": (write_bytes("a.csv", bytes(range(256)) * 10), "expected one of minari-hdf5, npz"),
+    "binary": (write_bytes("a.csv", bytes(range(256)) * 10), "expected one of minari-hdf5, minari-arrow"),
     "text named npz": (write_bytes("a.npz", b"hello world\n"), "expected obs_0 .. or obs_NAME, got 'hello world'"),
     "prose": (write_bytes("a.csv", b"a,b\n1\n2,3,4\n"), "a damaged one"),
     "no reward column": (write_bytes("a.csv", b"obs_0,terminated\n1,0\n"), "no rewards among"),
@@ -329,10 +329,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled objects": (write_npz(observations=np.array([{}, {}], dtype=object)), "pickled Python objects, which are never read"),
     "pickled among good": (write_npz(**GOOD, info=np.array([{}], dtype=object)), "array 'info'"),
     "truncated parquet": (write_bytes("a.parquet", b"PAR1" + b"\0" * 50), "a damaged one"),
-    "truncated hdf5": (write_bytes("a.hdf5", b"\x89HDF\r\n\x1a\n" + b"\0" * 50), "a readable Minari HDF5 dataset"),
-    "hdf5 without episodes": (write_empty_hdf5, "groups episode_0"),
+    "truncated hdf5": (write_bytes("a.hdf5", b"\x89HDF\r\n\x1a\n" + b"\0" * 50), "a damaged HDF5 file"),
+    "hdf5 without episodes": (write_empty_hdf5, "an HDF5 file with nothing in it"),
     "minari without truncations": (write_odd_minari, "episode_3: expected observations, rewards, terminations, truncations"),
-    "minari actions of another width": (broken_minari(other_actions), "episode_2: expected actions of shape .2,. per step, as in episode_0"),
+    "minari actions of another width": (broken_minari(other_actions), "episode 2: expected actions of shape .2,. per step, as in the first episode"),
     "minari actions missing once": (broken_minari(lambda f: f.__delitem__("episode_0/actions")), "actions"),
     "minari odd flags": (broken_minari(odd_flags), "episode_2: terminations: expected flags"),
     "minari scalar observations": (broken_minari(scalar_observations), "expected one row per step"),
@@ -405,7 +405,7 @@ def test_queries_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def test_unused_columns_are_reported_and_odd_headers_understood() -> None:
-    frame = pd.DataFrame({"obs_0": [0.0, 1.0], " Reward": [1.0, 2.0], "Terminated": [0, 1], "note": ["a", "b"]})
+    frame = pd.DataFrame({"obs_0": [0.0, 1.0], " Reward": [1.0, 2.0], "Terminated": [0, 1], "note": ["a", "b"], "step": [0, 1], "episode_id": 0})
     data = vf.load(frame)
     np.testing.assert_array_equal(data.rewards, [1.0, 2.0])
     assert data.unused == ("note",)

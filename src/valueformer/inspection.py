@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+_DROPPED = {
+    "no next observation at the end of a record": "store the final observation of each episode",
+    "a number that is not finite": "repair them where they come from; their neighbours were not joined",
+}
+
 if TYPE_CHECKING:
     from valueformer.transitions import Transitions
 
@@ -88,7 +93,9 @@ def inspect(data: Transitions) -> DataReport:
 
 def _problems(data: Transitions, unfinished: NDArray[np.int64]) -> Iterator[Problem]:
     for reason, count in data.dropped.items():
-        yield Problem(f"dropped rows: {reason}", count, "", "store the final observation of each episode")
+        yield Problem(f"dropped rows: {reason}", count, "", _DROPPED.get(reason, "harmless"))
+    for reason, count in data.assumed.items():
+        yield Problem(f"assumed: {reason}", count, "", "check that this is what the log means")
     if data.unused:
         yield Problem(
             "columns not used",

@@ -6,6 +6,7 @@ Without a target policy everything computed from them concerns the BEHAVIOUR pol
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,8 +66,8 @@ class Transitions:
     - ``steps``: ``(n,)`` integers that order the rows of an episode; None: counted from 0 in order of appearance.
     - ``sample_weight``: ``(n,)`` finite and >= 0, not all 0; None = 1.
     - ``obs_names``: d names of features, where the source has them; queries are matched by them.
-    - ``source``, ``format``, ``dropped`` (reason: rows), ``unused`` (names of columns): where the data come from and what
-      was left out.
+    - ``source``, ``format``, ``dropped`` (reason: rows), ``assumed`` (what the file did not say: rows), ``unused`` (names of
+      columns): where the data come from, what was left out and what was taken for granted.
 
     Raises :class:`~valueformer.errors.InputError` naming the field, what was expected and got, and the mend.
     ``data[mask | slice | indices]`` is again Transitions; slices share memory.
@@ -87,6 +88,7 @@ class Transitions:
     source: str = "memory"
     format: str = "arrays"
     dropped: Mapping[str, int] = field(default_factory=dict)
+    assumed: Mapping[str, int] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # what the generated constructor accepts, which is more than what the fields hold afterwards
@@ -109,6 +111,7 @@ class Transitions:
             source: str = "memory",
             format: str = "arrays",
             dropped: Mapping[str, int] = ...,
+            assumed: Mapping[str, int] = ...,
             unused: Sequence[str] = ...,
         ) -> None: ...
 
@@ -156,7 +159,8 @@ class Transitions:
                 raise InputError("obs_names", f"{self.obs_dim} names, one per feature", str(len(self.obs_names)))
         # a path may hold bytes that are no text; reports and JSON need text
         object.__setattr__(self, "source", str(self.source).encode("utf-8", "replace").decode())
-        object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
+        for name in ("dropped", "assumed"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         object.__setattr__(self, "unused", tuple(self.unused))
 
     def _set(self, name: str, value: Array) -> None:
@@ -189,14 +193,15 @@ class Transitions:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return state | {"dropped": dict(self.dropped)}
+        return state | {"dropped": dict(self.dropped), "assumed": dict(self.assumed)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "dropped", MappingProxyType(state["dropped"]))
+        for name in ("dropped", "assumed"):
+            object.__setattr__(self, name, MappingProxyType(state[name]))
 
     # -- shape ------------------------------------------------------------------------------------------------------------
 
@@ -211,6 +216,10 @@ class Transitions:
     @cached_property
     def episode_index(self) -> NDArray[np.int64]:
         """``(n,)`` number of each row's episode, in order of appearance."""
+        change = np.append(False, self.episode_ids[1:] != self.episode_ids[:-1])
+        firsts = self.episode_ids[change]
+        if len(np.unique(firsts)) == len(firsts) and self.episode_ids[0] not in firsts:  # episodes in one piece each
+            return np.cumsum(change)
         _, first, inverse = np.unique(self.episode_ids, return_index=True, return_inverse=True)
         rank = np.empty(len(first), np.int64)
         rank[np.argsort(first)] = np.arange(len(first))
@@ -299,16 +308,7 @@ class Transitions:
     @cached_property
     def follower(self) -> NDArray[np.int64]:
         """``(n,)`` row that continues each row (same episode, next step); -1 where the record stops."""
-        order = np.lexsort((self.steps, self.episode_index))
-        episode, step = self.episode_index[order], self.steps[order]
-        # rows with equal (episode, step) form a group; the first row of the next group may continue them
-        starts = np.flatnonzero(np.diff(episode, prepend=-1) | np.diff(step, prepend=step[0]))
-        group = np.searchsorted(starts, np.arange(len(self)), side="right")
-        following = starts[np.minimum(group, len(starts) - 1)]
-        continues = (episode[following] == episode) & (step[following] == step + 1)
-        follower = np.full(len(self), -1, np.int64)
-        follower[order[continues]] = order[following[continues]]
-        return follower
+        return followers(self.episode_index, self.steps)
 
     def monte_carlo_returns(self, gamma: float) -> Returns:
         """Return ``G_t = r_t + gamma_t G_{t+1}`` to the end of each record, and the weight of what lies beyond it.
@@ -328,6 +328,24 @@ class Transitions:
     def validate(self) -> DataReport:
         """Report what the log contains and every oddity that a person should know of."""
         return inspect(self)
+
+
+def followers(episode: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each row the row of the same episode with the next step, the first of several, or -1: ``(n,)``."""
+    n = len(steps)
+    same, change = episode[1:] == episode[:-1], np.diff(steps)
+    if (np.diff(episode) >= 0).all() and (change[same] > 0).all():  # in order, each step once: the usual case
+        return np.where(np.append(same & (change == 1), False), np.arange(1, n + 1), -1)
+    order = np.lexsort((steps, episode))
+    episode, steps = episode[order], steps[order]
+    # rows with equal (episode, step) form a group; the first row of the next group may continue them
+    starts = np.flatnonzero(np.diff(episode, prepend=-1) | np.diff(steps, prepend=steps[0]))
+    group = np.searchsorted(starts, np.arange(n), side="right")
+    following = starts[np.minimum(group, len(starts) - 1)]
+    continues = (episode[following] == episode) & (steps[following] == steps + 1)
+    follower = np.full(n, -1, np.int64)
+    follower[order[continues]] = order[following[continues]]
+    return follower
 
 
 def concatenate(parts: Iterable[Transitions]) -> Transitions:
@@ -355,14 +373,14 @@ def concatenate(parts: Iterable[Transitions]) -> Transitions:
     for part in parts:
         ids.append(part.episode_index + offset)
         offset += part.n_episodes
-    dropped: dict[str, int] = {}
+    counts: dict[str, Counter[str]] = {"dropped": Counter(), "assumed": Counter()}
     for part in parts:
-        for reason, count in part.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
+        for name, count in counts.items():
+            count.update(getattr(part, name))
     source = ", ".join(dict.fromkeys(part.source for part in parts))
     form = ", ".join(dict.fromkeys(part.format for part in parts))
     unused = tuple(dict.fromkeys(name for part in parts for name in part.unused))
-    about: dict[str, Any] = {"source": source, "format": form, "dropped": dropped, "unused": unused}
+    about: dict[str, Any] = {"source": source, "format": form, **counts, "unused": unused}
     return Transitions(episode_ids=np.concatenate(ids), obs_names=parts[0].obs_names, **about, **arrays)
 
 

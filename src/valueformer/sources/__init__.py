@@ -3,91 +3,188 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from numpy.typing import NDArray
 
 from valueformer import fields
-from valueformer.errors import InputError
-from valueformer.sources import minari, npz, samples, tables
+from valueformer.errors import InputError, MissingExtraError
+from valueformer.sources import alignment, columns, d3rlpy, d4rl, hdf5, lerobot, memory, minari, npz, rlds, samples, tables
+from valueformer.sources.alignment import Rows
+from valueformer.sources.options import Options
 from valueformer.transitions import Transitions
 
-__all__ = ["Source", "load", "load_observations", "names"]
+__all__ = ["FORMATS", "Options", "Source", "load", "load_observations", "names"]
+
+BLOCK_SIZE = 65_536
+
+_CHOICE = frozenset({"obs_columns", "action_columns"})
+_FLAGS = frozenset({"reward_column", "terminated_column", "truncated_column", "done_column"})
+_COLUMNS = _CHOICE | _FLAGS | {"next_obs_columns", "episode_column", "step_column", "max_episode_steps"}
+_ALWAYS = frozenset({"drop_nonfinite"})
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file format: how to recognise it by content, and how to read it."""
+    """A file format: how to recognise it by content, how to read it in blocks, and the options that it understands."""
 
     name: str
     recognises: Callable[[Path], bool]
-    read: Callable[[Path], Transitions]
+    blocks: Callable[[Path, Options, int | None], Iterator[Rows]]
+    accepts: frozenset[str] = _ALWAYS
 
 
-# In order of recognition; text comes last because it is recognised by elimination.
-FILES = (
-    Source("minari-hdf5", minari.recognises, minari.read),
-    Source("npz", npz.recognises, npz.read),
-    Source("parquet", tables.is_parquet, tables.read),
-    Source("arrow", tables.is_arrow, tables.read),
-    Source("csv", tables.is_text, tables.read),
+FORMATS = (
+    Source("minari-hdf5", minari.recognises, minari.blocks, _ALWAYS | _CHOICE),
+    Source("minari-arrow", minari.recognises_partitions, minari.partition_blocks, _ALWAYS | _CHOICE),
+    Source("d3rlpy-v2", d3rlpy.recognises, d3rlpy.blocks),
+    Source("d3rlpy-v1", d3rlpy.recognises_v1, d3rlpy.v1_blocks, _ALWAYS | {"max_episode_steps"}),
+    Source("d4rl", d4rl.recognises, d4rl.blocks, _ALWAYS | _COLUMNS),
+    Source("hdf5", d4rl.recognises_arrays, d4rl.flat_blocks, _ALWAYS | _COLUMNS),
+    Source("npz", npz.recognises, npz.blocks, _ALWAYS | _COLUMNS | {"autoreset"}),
+    Source("lerobot", lerobot.recognises, lerobot.blocks, _ALWAYS | _CHOICE | _FLAGS),
+    Source("rlds-records", rlds.recognises_records, rlds.record_blocks, _ALWAYS | _CHOICE),
+    Source("rlds-table", rlds.recognises_table, rlds.table_blocks, _ALWAYS | _CHOICE),
 )
-SCHEMES: Mapping[str, Callable[[str], Transitions]] = {"sample": samples.load}
+# Any table is one of steps, unless its columns are those of a format above; text is recognised by elimination.
+TABLES = (
+    Source("parquet", columns.is_parquet, tables.blocks, _ALWAYS | _COLUMNS),
+    Source("arrow", columns.is_arrow, tables.blocks, _ALWAYS | _COLUMNS),
+    Source("csv", columns.is_text, tables.blocks, _ALWAYS | _COLUMNS),
+)
+_BY_NAME = {source.name: source for source in (*FORMATS, *TABLES)}
+SCHEMES: Mapping[str, Callable[[str], Transitions | Path]] = {"sample": samples.load, "minari": minari.resolve_id}
 
 
 def names() -> list[str]:
     """Return the names of all formats and schemes that :func:`load` knows."""
-    return [source.name for source in FILES] + [f"{scheme}:" for scheme in SCHEMES] + ["DataFrame", "mapping of arrays"]
+    return [*_BY_NAME, *(f"{scheme}:" for scheme in SCHEMES), *memory.KINDS]
 
 
-def load(source: Any) -> Transitions:
+@overload
+def load(source: Any, *, format: str | None = ..., stream: Literal[False] = ..., **options: Any) -> Transitions: ...
+@overload
+def load(
+    source: Any, *, format: str | None = ..., stream: Literal[True], block_size: int = ..., **options: Any
+) -> Iterator[Transitions]: ...
+def load(
+    source: Any, *, format: str | None = None, stream: bool = False, block_size: int = BLOCK_SIZE, **options: Any
+) -> Transitions | Iterator[Transitions]:
     """Read logged transitions from a path, a ``scheme:name``, a data frame, a mapping of arrays, or Transitions.
 
-    Raises InputError where nothing is found, the format is unknown, or the content would make values wrong. User files are
-    never unpickled.
+    Files: Minari, D4RL, d3rlpy, LeRobot, RLDS, Parquet, Arrow, CSV, NPZ, told apart by content. In memory: pandas, polars,
+    Arrow, arrays, tensors, rollouts (T, E, ..), TensorDict, the buffers of d3rlpy and Stable-Baselines3. User files are never
+    unpickled.
+
+    - ``format``: one of :func:`names`, where content fits several.
+    - ``stream``: yield Transitions of at most ``block_size`` rows instead, aligned across their borders; HDF5 and tables are
+      then never in memory as a whole. Rows must be in order.
+    - ``obs_columns``, ``next_obs_columns``, ``action_columns``: names or patterns (``"joint_*,gripper"``).
+    - ``reward_column``, ``terminated_column``, ``truncated_column``, ``episode_column``, ``step_column``: names. ``"none"`` as a
+      flag says that this end never happens.
+    - ``done_column``: an end of either kind, which ``truncated_column`` or ``max_episode_steps`` tells apart.
+    - ``max_episode_steps``: the time limit, where no flag marks it.
+    - ``autoreset``: ``"next-step"`` or ``"same-step"``, for rollouts of vector environments.
+    - ``drop_nonfinite``: leave out rows with NaN or infinity, and count them.
+
+    Raises InputError where nothing is found, the format is unknown or ambiguous, an option is not understood by it, or the
+    content would make values wrong; MissingExtraError where a reader is not installed.
     """
-    if isinstance(source, Transitions):
-        return source
-    if isinstance(source, Mapping):
-        return npz.from_arrays(source, source="memory", form="arrays")
+    try:
+        chosen = Options(**options)
+    except TypeError:
+        odd = next((name for name in options if name not in Options.__dataclass_fields__), "")
+        raise InputError("load", f"one of {', '.join(Options.__dataclass_fields__)}", repr(odd), "see help(vf.load)") from None
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+        raise InputError("block_size", "a whole number >= 1", repr(block_size))
+    if format is not None and format not in _BY_NAME:
+        raise InputError("format", f"one of {', '.join(_BY_NAME)}", repr(format))
+    size = block_size if stream else None
     if isinstance(source, (str, os.PathLike)):
         scheme, colon, rest = str(source).partition(":")
-        if colon and scheme in SCHEMES:
-            return SCHEMES[scheme](rest)
-        return _load_path(Path(source), str(source) or "''")
-    if hasattr(source, "column_names"):  # an Arrow table
-        return tables.from_columns(tables.table_columns(source, "Table in memory"), source="Table in memory", form="table")
-    if hasattr(source, "columns"):
-        return tables.from_frame(source)
-    raise InputError("data", "a path, a table, a mapping of arrays or Transitions", type(source).__name__)
+        found = SCHEMES[scheme](rest) if colon and scheme in SCHEMES else Path(source)
+        if isinstance(found, Path):
+            return _file(found, str(source) or "''", format, size, chosen)
+        source = found
+    if isinstance(source, Transitions):
+        if given := chosen.given():
+            raise InputError(given[0], "a file or table to read", f"{source.source!r}, whose meaning is settled")
+        return (source[i : i + block_size] for i in range(0, len(source), block_size)) if stream else source
+    described, form, blocks = memory.rows(source, chosen)
+    if not stream:
+        return alignment.whole(blocks, source=described, form=form, options=chosen)
+    return alignment.stream(alignment.regroup(blocks, size), source=described, form=form, options=chosen)
 
 
-def _load_path(path: Path, shown: str) -> Transitions:
+def _file(path: Path, shown: str, form: str | None, size: int | None, options: Options) -> Transitions | Iterator[Transitions]:
+    path = _existing(path, shown)
+    source = _recognised(path, shown, form)
+    if foreign := [name for name in options.given() if name not in source.accepts]:
+        usable = ", ".join(sorted(source.accepts))
+        raise InputError(foreign[0], f"an option that the format {source.name} understands: {usable}", "another", "leave it out")
+    where = {"source": str(path), "form": source.name, "options": options}
+    if size is None:
+        return next(_guarded(path, source, lambda: iter([alignment.whole(source.blocks(path, options, None), **where)])))
+    return _guarded(path, source, lambda: alignment.stream(_bounded(source, path, options, size), **where))
+
+
+def _bounded(source: Source, path: Path, options: Options, size: int) -> Iterator[Rows]:
+    return alignment.regroup(source.blocks(path, options, size), size)
+
+
+def _guarded(path: Path, source: Source, read: Callable[[], Iterator[Transitions]]) -> Iterator[Transitions]:
+    """Yield what ``read`` yields; whatever a parser raises on damage becomes one InputError that names the file."""
+    try:
+        yield from read()
+    except InputError as error:  # name the file, once
+        if str(path) in error.what:
+            raise
+        raise InputError(f"{path}: {error.what}", error.expected, error.got, error.mend) from error
+    except MissingExtraError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        mend = "check it with its own tools, or export it again"
+        raise InputError(str(path), f"a readable {source.name} file", f"a damaged one ({reason})", mend) from error
+
+
+def _existing(path: Path, shown: str) -> Path:
     try:
         path = path.expanduser()
         exists = path.exists()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise InputError(shown, "a path", str(error), "check the path") from None
     if not exists or shown == "''":
         mend = "check the path; bundled logs are listed by `valueformer samples`"
         raise InputError(shown, "an existing file or folder", "nothing there", mend)
     if not os.access(path, os.R_OK):
         raise InputError(shown, "a readable file", "no permission to read it")
-    for candidate in FILES:
-        if candidate.recognises(path):
-            try:
-                return candidate.read(path)
-            except InputError as error:  # name the file, once
-                if str(path) in error.what:
-                    raise
-                raise InputError(f"{path}: {error.what}", error.expected, error.got, error.mend) from None
+    return path
+
+
+def _recognised(path: Path, shown: str, form: str | None) -> Source:
+    """Return the one format that the content fits; raises InputError if there is none, or more than one."""
+    if form is not None:
+        return _BY_NAME[form]
+    found = [source for source in FORMATS if source.recognises(path)]
+    if not found:
+        found = [source for source in TABLES if source.recognises(path)][:1]
+    if len(found) > 1:
+        candidates = ", ".join(source.name for source in found)
+        raise InputError(shown, "one format", f"content that fits {candidates}", "say which: format='..' (--format)")
+    if found:
+        return found[0]
     if path.is_dir():
-        raise InputError(shown, "a folder with data/main_data.hdf5 (Minari)", "another folder", "name the file inside it")
+        known = "a folder of Minari (data/main_data.hdf5), LeRobot (meta/info.json) or RLDS (features.json)"
+        raise InputError(shown, known, "another folder", "name the file inside it")
+    if hdf5.is_hdf5(path):
+        known = "HDF5 of Minari (episode_0, ..), D4RL (observations, terminals, ..), d3rlpy, or observations, rewards, terminated"
+        raise InputError(shown, known, hdf5.describe(path), "name its arrays alike, or write a table")
     kind = "an empty file" if path.is_file() and path.stat().st_size == 0 else "unknown content"
-    raise InputError(shown, f"one of {', '.join(s.name for s in FILES)}", kind, "convert it to Parquet, CSV or NPZ")
+    raise InputError(shown, f"one of {', '.join(_BY_NAME)}", kind, "convert it to Parquet, CSV or NPZ")
 
 
 def load_observations(path: Path, names: Sequence[str] | None = None) -> NDArray[Any]:
@@ -110,14 +207,26 @@ def load_observations(path: Path, names: Sequence[str] | None = None) -> NDArray
             raise InputError(f"{path}: arrays", "'observations'", ", ".join(map(repr, arrays)) or "none")
         found = arrays["observations"]
     else:
-        columns = tables.read_columns(path)
-        given = tables.suffixes(columns, "obs")
-        wanted = list(names) if names is not None else [str(i) for i in range(len(given))]
-        if given and given != [""] and set(given) != set(wanted):
-            shown = ", ".join(f"obs_{name}" for name in wanted[:4]) + (" .." if len(wanted) > 4 else "")
-            lacking = [f"no obs_{name}" for name in wanted if name not in given]
-            foreign = [f"obs_{name}" for name in given if name not in wanted]
-            got = ", ".join([*lacking[:3], *foreign[:3]])
-            raise InputError(f"{path}: columns", f"those of the log: {shown}", got, "name them alike; the order is free")
-        found = tables.gather(columns, "obs", source=str(path), order=None if given == [""] else wanted if given else None)
+        found = _table_observations(path, names)
     return fields.finite(f"{path}: observations", fields.matrix(f"{path}: observations", found))
+
+
+def _table_observations(path: Path, names: Sequence[str] | None) -> NDArray[Any]:
+    try:
+        columns = tables.read_columns(path)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a parser raises on a damaged file
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(str(path), "a readable table", f"a damaged one ({reason})", "export it again") from error
+    given = tables.suffixes(list(columns), "obs")
+    wanted = list(names) if names is not None else [str(i) for i in range(len(given))]
+    if names is not None and not given and set(wanted) <= set(columns):  # named as the log's own columns are
+        return tables.gather({f"obs_{name}": columns[name] for name in wanted}, "obs", source=str(path), order=wanted)
+    if given and given != [""] and set(given) != set(wanted):
+        shown = ", ".join(f"obs_{name}" for name in wanted[:4]) + (" .." if len(wanted) > 4 else "")
+        lacking = [f"no obs_{name}" for name in wanted if name not in given]
+        foreign = [f"obs_{name}" for name in given if name not in wanted]
+        got = ", ".join([*lacking[:3], *foreign[:3]])
+        raise InputError(f"{path}: columns", f"those of the log: {shown}", got, "name them alike; the order is free")
+    return tables.gather(columns, "obs", source=str(path), order=None if given == [""] else wanted if given else None)

@@ -1,30 +1,23 @@
-"""NPZ archives and mappings of arrays under the field names of Transitions."""
+"""NPZ archives, and single arrays in NumPy's own format. Objects are refused: reading them would execute code from the file."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from valueformer import fields
 from valueformer.errors import InputError
-from valueformer.sources.alignment import from_step_rows, sort_rows
-from valueformer.transitions import Transitions
+from valueformer.sources import rollouts
+from valueformer.sources.alignment import Rows
+from valueformer.sources.arrays import from_arrays
+from valueformer.sources.limits import check_size
+from valueformer.sources.options import Options
 
-FIELDS = (
-    "observations", "next_observations", "rewards", "terminated", "truncated", "actions",
-    "next_actions", "discounts", "episode_ids", "steps", "sample_weight",
-)  # fmt: skip
-
-# Names under which other libraries store the end of an episode. Ignoring one would join two episodes.
-_END_FLAGS = (
-    "done", "dones", "terminal", "terminals", "termination", "terminations", "terminateds", "is_terminal", "timeout",
-    "timeouts", "truncation", "truncations", "truncateds", "timelimit.truncated", "is_last", "episode_terminals", "end",
-)  # fmt: skip
+__all__ = ["blocks", "is_npy", "read_arrays", "read_npy", "recognises"]
 
 
 def recognises(path: Path) -> bool:
@@ -53,20 +46,24 @@ def read_npy(path: Path) -> NDArray[Any]:
         raise InputError(str(path), "a complete array of numbers", got, "save array.astype(np.float32)") from None
 
 
-def read(path: Path) -> Transitions:
-    """Read an NPZ archive of the fields of Transitions."""
-    return from_arrays(read_arrays(path), source=str(path), form="npz")
+def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
+    """Yield the rows of an archive: fields of Transitions, or a rollout of several environments, time first."""
+    arrays = read_arrays(path)
+    read = rollouts.from_time_major if rollouts.recognises(arrays) else from_arrays
+    yield read(arrays, options, str(path))
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
-    """Read all arrays of an archive; object arrays are refused, since reading them would execute code from the file."""
+    """Read all arrays of an archive; raises InputError for objects and for more than the size limit."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            check_size(str(path), sum(member.file_size for member in archive.infolist()))
         with np.load(path, allow_pickle=False) as archive:
             return {name: _member(path, archive, name) for name in archive.files}
     except InputError:
         raise
     except Exception as error:  # zip, zlib and the .npy header parser each have their own
-        raise InputError(str(path), "a complete NPZ archive", f"a damaged one ({error})", "copy or export it again") from None
+        raise InputError(str(path), "a complete NPZ archive", f"a damaged one ({error})", "copy or export it again") from error
 
 
 def _member(path: Path, archive: Any, name: str) -> Any:
@@ -81,43 +78,3 @@ def _member(path: Path, archive: Any, name: str) -> Any:
             "pickled Python objects, which are never read because they can execute code",
             "save numeric arrays: array.astype(np.float32)",
         ) from None
-
-
-def from_arrays(
-    arrays: Mapping[str, Any], *, source: str, form: str, obs_names: Sequence[str] | None = None, unused: Sequence[str] = ()
-) -> Transitions:
-    """Build Transitions from named arrays; without ``next_observations`` rows are aligned inside their episodes.
-
-    ``unused``: names that the caller already left out. Raises InputError for end flags under other names, which would
-    join episodes if they were ignored, unless both ``terminated`` and ``truncated`` say what they mean.
-    """
-    known: dict[str, Any] = {name: value for name, value in arrays.items() if name in FIELDS and value is not None}
-    others = [*unused, *(name for name in arrays if name not in FIELDS)]
-    flag = next((name for name in others if str(name).strip().lower() in _END_FLAGS), None)
-    if flag is not None and not {"terminated", "truncated"} <= set(known):
-        raise InputError(
-            f"{source}: {flag}",
-            "the flags 'terminated' (a terminal state) and 'truncated' (a time limit)",
-            f"{flag!r}, which alone does not say which ends are terminal",
-            "rename it to the one it means and add the other",
-        )
-    missing = [name for name in ("observations", "rewards", "terminated") if name not in known]
-    if missing:
-        names = [*known, *others]
-        raise InputError(
-            f"{source}: fields",
-            "observations, rewards, terminated" + (" and truncated" if "truncated" not in known else ""),
-            f"no {', '.join(missing)} among {', '.join(map(repr, names)) or 'nothing'}",
-            "rename the columns or arrays; a task that never ends has terminated = all false",
-        )
-    known = {name: np.asarray(value) for name, value in known.items()}
-    about: dict[str, Any] = {"source": source, "format": form, "obs_names": obs_names, "unused": tuple(map(str, others))}
-    if "episode_ids" in known:
-        known["episode_ids"] = fields.identifiers("episode_ids", known["episode_ids"])
-    if "steps" in known:
-        known["steps"] = fields.whole("steps", known["steps"])
-    if len({len(np.atleast_1d(value)) for value in known.values()}) == 1:  # else Transitions names the odd one
-        known = sort_rows(known)
-    if "next_observations" in known:
-        return Transitions(**known, **about)
-    return from_step_rows(**known, **about)

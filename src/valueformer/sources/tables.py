@@ -1,194 +1,169 @@
 """Tables of steps: data frames, Parquet, Arrow and CSV.
 
 Columns: ``obs_0 ..`` (or ``obs_NAME``), ``next_obs_*``, ``action_*``, ``next_action_*``, ``reward``, ``terminated``,
-``truncated``, ``discount``, ``episode_id``, ``step``, ``sample_weight``.
+``truncated``, ``discount``, ``episode_id``, ``step``, ``sample_weight``; or whatever the options name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.ipc
-import pyarrow.parquet
 from numpy.typing import NDArray
 
 from valueformer.errors import InputError
-from valueformer.sources.npz import from_arrays
-from valueformer.transitions import Transitions
+from valueformer.sources.alignment import Rows
+from valueformer.sources.columns import Batch, Table, numbers, unique
+from valueformer.sources.options import COLUMNS, NONE, Options, natural, resolve
 
-_VECTORS = {"obs": "observations", "next_obs": "next_observations", "action": "actions", "next_action": "next_actions"}
-_LEADERS = {"next_obs": "obs", "next_action": "action"}  # whose columns a family must repeat
-_SCALARS = {
-    "reward": "rewards",
-    "terminated": "terminated",
-    "truncated": "truncated",
-    "discount": "discounts",
-    "episode_id": "episode_ids",
-    "step": "steps",
-    "sample_weight": "sample_weight",
-}
-Columns = dict[str, NDArray[Any]]
+__all__ = ["Plan", "blocks", "frame", "gather", "in_memory", "read_columns", "suffixes"]
+
+_KINDS = {"observations": "obs", "next_observations": "next_obs", "actions": "action", "next_actions": "next_action"}
+_LEADERS = {"next_observations": "observations", "next_actions": "actions"}  # whose columns a family must repeat
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether a file starts with Parquet's magic bytes."""
-    return _starts_with(path, b"PAR1")
+class Plan:
+    """Which columns hold which field, decided from their names alone, so that only those need to be read.
+
+    Raises InputError where a field is missing or ambiguous.
+    """
+
+    def __init__(self, names: Sequence[str], options: Options, source: str, ignore: Sequence[str] = ()) -> None:
+        self.source = source
+        self.vectors: dict[str, list[str]] = {}
+        self.scalars: dict[str, str] = {}
+        taken = [name for field, option in COLUMNS.items() if field not in _KINDS and (name := getattr(options, option))]
+        families = [name for name in names if _family(name)]
+        for field, kind in _KINDS.items():
+            chosen = options.select(COLUMNS[field], names, source, taken) if field in COLUMNS else None
+            chosen = chosen or _ordered(names, kind)
+            if chosen and field in _LEADERS:
+                chosen = self._like_leader(field, chosen)
+            if chosen:
+                self.vectors[field] = chosen
+        if "observations" not in self.vectors:
+            gather({}, "obs", source=source, known=names)  # raises
+        used = set(sum(self.vectors.values(), []))
+        others = [name for name in names if name not in used and (name not in families or name in taken)]
+        self.scalars = resolve(others, options, source)
+        self.used = list(dict.fromkeys([*used, *(name for name in self.scalars.values() if name in names)]))
+        self.unused = tuple(name for name in names if name not in self.used and name not in ignore)
+
+    def _like_leader(self, field: str, chosen: list[str]) -> list[str]:
+        """Put successors in the order of the columns that they repeat."""
+        leader = self.vectors.get(_LEADERS[field], [])
+        kind, lead = _KINDS[field], _KINDS[_LEADERS[field]]
+        mine, theirs = ([_label(name, k) for name in columns] for columns, k in ((chosen, kind), (leader, lead)))
+        if set(mine) == set(theirs):
+            return [chosen[mine.index(label)] for label in theirs]
+        if len(mine) == len(theirs) and not all(_family(name) == kind for name in chosen):  # named one by one
+            return chosen
+        odd = sorted(set(mine) ^ set(theirs))[0]
+        raise InputError(f"{self.source}: columns {kind}_*", f"the same names as {lead}_*", f"a difference in {odd!r}")
+
+    @property
+    def floats(self) -> list[str]:
+        """Columns known to hold numbers."""
+        return [*sum(self.vectors.values(), []), self.scalars["rewards"]]
+
+    def rows(self, batch: Batch) -> Rows:
+        """Return the rows of a batch of columns."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for field, columns in self.vectors.items():
+            arrays[field] = _matrix([(name, batch[name]) for name in columns], self.source)
+        for field, name in self.scalars.items():
+            n = len(arrays["observations"])
+            arrays[field] = np.zeros(n, bool) if name == NONE and name not in batch else numbers(name, batch[name])
+        labels = [_label(name, "obs") for name in self.vectors["observations"]]
+        named = len(labels) == arrays["observations"].shape[1] and "" not in labels  # one list column has no names
+        return Rows(arrays, tuple(labels) if named else None, self.unused)
 
 
-def is_arrow(path: Path) -> bool:
-    """Whether a file starts with the magic bytes of an Arrow IPC (Feather v2) file."""
-    return _starts_with(path, b"ARROW1")
+def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
+    """Yield a table of steps from Parquet, Arrow IPC (Feather), or text separated by comma, semicolon, tab or bar."""
+    return in_memory(Table(path), options, block_size)
 
 
-def is_text(path: Path) -> bool:
-    """Whether a file's beginning is non-empty UTF-8 text."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(4096)
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        return len(head) == 4096 and error.start >= 4093  # a character cut in two
-    return bool(head.strip()) and b"\0" not in head
+def in_memory(table: Table, options: Options, block_size: int | None) -> Iterator[Rows]:
+    """Yield the rows of an opened table."""
+    plan = Plan(table.names, options, table.source)
+    return map(plan.rows, table.batches(plan.used, block_size, plan.floats))
 
 
-def _starts_with(path: Path, magic: bytes) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(magic)) == magic
+def frame(data: Any, options: Options) -> Rows:
+    """Return the rows of a data frame: pandas, or anything with ``columns`` and ``frame[name]`` convertible to numpy."""
+    source = f"{type(data).__name__} in memory"
+    names = list(data.columns)
+    clean = dict(zip(unique(names, source), names, strict=True))
+    plan = Plan(list(clean), options, source)
+    return plan.rows({name: np.asarray(data[clean[name]]) for name in plan.used})
 
 
-def read(path: Path) -> Transitions:
-    """Read a table of steps from Parquet, Arrow IPC (Feather), or text separated by comma, semicolon, tab or bar."""
-    form = "parquet" if is_parquet(path) else "arrow" if is_arrow(path) else "csv"
-    return from_columns(read_columns(path), source=str(path), form=form)
-
-
-def read_columns(path: Path) -> Columns:
+def read_columns(path: Path) -> Mapping[str, Any]:
     """Read a table's columns by name; raises InputError where the file is not a readable table."""
-    try:
-        if is_parquet(path):
-            table = pyarrow.parquet.read_table(path)
-        elif is_arrow(path):
-            table = pyarrow.ipc.open_file(path).read_all()
-        elif is_text(path):
-            table = _read_text(path)
-        else:
-            raise InputError(str(path), "a Parquet, Arrow or CSV table", "unknown content", "convert it")
-    except InputError:
-        raise
-    except Exception as error:  # whatever a parser raises on a damaged file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(str(path), "a readable table", f"a damaged one ({reason})", "export it again") from None
-    return table_columns(table, str(path))
+    table = Table(path)
+    return next(table.batches(table.names, None))
 
 
-def _read_text(path: Path) -> pa.Table:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        header = file.readline()
-    delimiter = max(",;\t|", key=header.count)
-    parse = pyarrow.csv.ParseOptions(delimiter=delimiter)
-    convert = pyarrow.csv.ConvertOptions(strings_can_be_null=True)
-    return pyarrow.csv.read_csv(path, parse_options=parse, convert_options=convert)
-
-
-def table_columns(table: Any, source: str) -> Columns:
-    """Return the columns of an Arrow table that this module knows, and None in the place of others."""
-    names = _unique((str(name) for name in table.column_names), source)
-    columns: Columns = {}
-    for index, name in enumerate(names):
-        column = table.column(index)
-        try:
-            nested = pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type)
-            columns[name] = np.array(column.to_pylist(), dtype=np.float64) if nested else column.to_numpy()
-        except Exception:
-            if _family(name) is None and name not in _SCALARS:
-                columns[name] = np.empty(0)  # never read
-                continue
-            got = f"type {column.type} with {column.null_count} empty cells"
-            raise InputError(f"{source}: column {name}", "numbers, or lists of one length", got, "flatten or drop it") from None
-    return columns
-
-
-def from_frame(frame: Any) -> Transitions:
-    """Read a data frame (pandas, or anything with ``columns`` and ``frame[name]`` convertible to numpy)."""
-    source = f"{type(frame).__name__} in memory"
-    names = list(frame.columns)
-    _unique(map(str, names), source)
-    return from_columns({str(name): np.asarray(frame[name]) for name in names}, source=source, form="frame")
-
-
-def _unique(names: Iterable[str], source: str) -> list[str]:
-    """Return names without surrounding space, scalars in lower case; raise InputError if two are equal."""
-    clean = [name.strip() for name in names]
-    clean = [name.lower() if name.lower() in _SCALARS else name for name in clean]
-    twice = next((name for name in clean if clean.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"{source}: columns", "each name once", f"{twice!r} {clean.count(twice)} times", "rename or drop one")
-    return clean
-
-
-def from_columns(columns: Columns, *, source: str, form: str) -> Transitions:
-    """Gather ``obs_*`` and its kin into matrices and build Transitions."""
-    names = _unique(columns, source)
-    columns = dict(zip(names, columns.values(), strict=True))
-    arrays: dict[str, Any] = {_SCALARS[name]: value for name, value in columns.items() if name in _SCALARS}
-    arrays["observations"] = gather(columns, "obs", source=source)
-    for kind, field in _VECTORS.items():
-        found = suffixes(columns, kind)
-        if field in arrays or not found:
-            continue
-        wanted = suffixes(columns, _LEADERS.get(kind, kind))
-        if wanted and set(wanted) != set(found):
-            leader, odd = _LEADERS[kind], sorted(set(wanted) ^ set(found))
-            raise InputError(f"{source}: columns {kind}_*", f"the same names as {leader}_*", f"a difference in {odd[0]!r}")
-        arrays[field] = gather(columns, kind, source=source, order=wanted)
-    unused = [name for name in columns if name not in _SCALARS and _family(name) is None]
-    return from_arrays(
-        arrays, source=source, form=form, obs_names=_feature_names(columns, arrays["observations"]), unused=unused
-    )
-
-
-def _feature_names(columns: Columns, observations: NDArray[Any]) -> list[str] | None:
-    names = suffixes(columns, "obs")
-    return names if len(names) == observations.shape[1] and "" not in names else None  # one list column has no names
-
-
-def gather(columns: Columns, kind: str, *, source: str, order: Sequence[str] | None = None) -> NDArray[Any]:
+def gather(
+    columns: Mapping[str, Any], kind: str, *, source: str, order: Sequence[str] | None = None, known: Sequence[str] = ()
+) -> NDArray[Any]:
     """Return the columns ``kind_*`` as one matrix, numbered suffixes in numeric order; raises InputError if there are none."""
-    wanted = order or suffixes(columns, kind)
+    wanted = [f"{kind}_{suffix}" for suffix in order] if order else _ordered(list(columns), kind)
     if not wanted:
-        shown = ", ".join(map(repr, list(columns)[:6])) + (", .." if len(columns) > 6 else "")
-        raise InputError(f"{source}: columns", f"{kind}_0 .. or {kind}_NAME", shown or "none", "rename the columns")
+        names = list(columns) or known
+        shown = ", ".join(map(repr, names[:6])) + (", .." if len(names) > 6 else "")
+        mend = f"rename the columns, or name them with {kind}_columns (--{kind.replace('_', '-')}-columns)"
+        raise InputError(f"{source}: columns", f"{kind}_0 .. or {kind}_NAME", shown or "none", mend)
+    return _matrix([(name, columns[name]) for name in wanted], source)
+
+
+def suffixes(names: Sequence[str], kind: str) -> list[str]:
+    """Return the suffixes of a family of columns: numbered ones in numeric order, named ones in the table's."""
+    return [_label(name, kind) for name in _ordered(names, kind)]
+
+
+def _ordered(names: Sequence[str], kind: str) -> list[str]:
+    return natural([name for name in names if _family(name) == kind])
+
+
+def _label(name: str, kind: str) -> str:
+    return "" if name == kind else name.removeprefix(f"{kind}_")
+
+
+def _family(name: str) -> str | None:
+    kinds = ("next_obs", "next_action", "obs", "action")
+    return next((kind for kind in kinds if name == kind or name.startswith(f"{kind}_")), None)
+
+
+def _matrix(columns: Sequence[tuple[str, Any]], source: str) -> NDArray[Any]:
+    """Return columns of numbers side by side, ``(n, d)``."""
     parts = []
-    for suffix in wanted:
-        name = f"{kind}_{suffix}" if suffix else kind
-        part = columns[name]
+    for name, column in columns:
+        part = numbers(name, column)
         if part.dtype.kind not in "fiub":
             try:
                 part = part.astype(np.float64) if part.dtype.kind == "O" else None
             except (TypeError, ValueError):
                 part = None
             if part is None:
-                got = "times" if columns[name].dtype.kind in "mM" else "text"
+                got = "times" if numbers(name, column).dtype.kind in "mM" else "text"
                 mend = "convert to seconds" if got == "times" else "one-hot encode categories"
                 raise InputError(f"{source}: column {name}", "numbers", got, mend)
-        parts.append(part if part.ndim == 2 else part[:, None])
-    return np.concatenate(parts, axis=1)
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0] if parts[0].ndim == 2 else parts[0][:, None]
+    dtype = np.result_type(*(part.dtype for part in parts))
+    out = np.empty((len(parts[0]), sum(part.shape[1] if part.ndim == 2 else 1 for part in parts)), dtype)
+    for start in range(0, len(out), _TILE):  # a tile of the row-major result stays in cache while its columns are filled
+        at = 0
+        for part in parts:
+            width = part.shape[1] if part.ndim == 2 else 1
+            out[start : start + _TILE, at : at + width] = part[start : start + _TILE].reshape(-1, width)
+            at += width
+    return out
 
 
-def suffixes(columns: Columns, kind: str) -> list[str]:
-    """Return the suffixes of a family of columns: numbered ones in numeric order, named ones in the table's."""
-    found = [name[len(kind) + 1 :] for name in columns if _family(name) == kind]
-    return sorted(found, key=int) if all(suffix.isascii() and suffix.isdecimal() for suffix in found) else found
-
-
-def _family(name: str) -> str | None:
-    return next((kind for kind in _VECTORS if name == kind or name.startswith(f"{kind}_")), None)
+_TILE = 2048

@@ -1,0 +1,211 @@
+"""Columns of Parquet, Arrow, CSV and data frames: opening a table, and reading it whole or in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.dataset
+import pyarrow.ipc
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from valueformer.errors import InputError
+from valueformer.sources.limits import check_size
+
+__all__ = ["Batch", "Table", "is_arrow", "is_parquet", "is_text", "numbers", "unique"]
+
+Batch = dict[str, Any]
+"""Columns by name: Arrow arrays or NumPy arrays of one length."""
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file starts with Parquet's magic bytes."""
+    return _starts_with(path, b"PAR1")
+
+
+def is_arrow(path: Path) -> bool:
+    """Whether a file starts with the magic bytes of an Arrow IPC (Feather v2) file."""
+    return _starts_with(path, b"ARROW1")
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file's beginning is non-empty UTF-8 text."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(4096)
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return len(head) == 4096 and error.start >= 4093  # a character cut in two
+    return bool(head.strip()) and b"\0" not in head
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
+class Table:
+    """A table in a file or in memory: its column names at once, its columns when asked for.
+
+    Columns of structs are seen as one column per member, ``parent.child``.
+    """
+
+    def __init__(self, data: Any, source: str = "") -> None:
+        self.source = source or str(data)
+        self.path = data if isinstance(data, Path) else None
+        self.memory: Any = None if self.path else data
+        if self.path is None:
+            self.form = "table"
+            schema = data.schema
+        elif is_parquet(self.path):
+            self.form = "parquet"
+            schema = pyarrow.parquet.read_schema(self.path)
+        elif is_arrow(self.path):
+            self.form = "arrow"
+            with pyarrow.ipc.open_file(self.path) as reader:
+                schema = reader.schema
+        elif is_text(self.path):
+            self.form = "csv"
+            schema = self._csv_schema(self.path)
+        else:
+            raise InputError(self.source, "a Parquet, Arrow or CSV table", "unknown content", "convert it")
+        leaves = [(name, top) for top in schema for name in _leaves(top)]
+        self.names = unique((name for name, _ in leaves), self.source)
+        self._original = {name: leaf for name, (leaf, _) in zip(self.names, leaves, strict=True)}
+        self._top = {name: top.name for name, (_, top) in zip(self.names, leaves, strict=True)}
+
+    def batches(self, names: Sequence[str], block_size: int | None, floats: Sequence[str] = ()) -> Iterator[Batch]:
+        """Yield the named columns, whole or in batches of at most ``block_size`` rows.
+
+        ``floats``: those known to be numbers, which a text file may first write without a decimal point.
+        """
+        tops = list(dict.fromkeys(self._top[name] for name in names))
+        for table in self._tables(tops, block_size, [self._original[name] for name in floats]):
+            while any(pa.types.is_struct(column.type) for column in table.columns):
+                table = pa.Table.from_batches([table]).flatten() if isinstance(table, pa.RecordBatch) else table.flatten()
+            found = dict(zip(table.schema.names, table.columns, strict=True))
+            yield {name: found[self._original[name]] for name in names}
+
+    def _tables(self, tops: list[str], size: int | None, floats: Sequence[str]) -> Iterator[Any]:
+        if self.path is None:
+            table = self.memory.select(tops)
+            yield from [table] if size is None else table.to_batches(max_chunksize=size)
+        elif self.form == "parquet":
+            with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
+                groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+                sizes = [group.total_byte_size for group in groups]
+                rows = file.metadata.num_rows if size is None else min(size, file.metadata.num_rows)
+                check_size(self.source, max((sum if size is None else max)(sizes or [0]), 8 * rows * len(tops)))
+                if size is None:
+                    yield file.read(tops)
+                else:
+                    yield from file.iter_batches(size, columns=tops)
+        elif self.form == "arrow":
+            # A compressed batch says what it unpacks to only when unpacked; its number of rows is known before.
+            rows = pyarrow.dataset.dataset(self.path, format="ipc").count_rows()
+            with pa.memory_map(str(self.path)) as file, pyarrow.ipc.open_file(file) as reader:
+                each = rows if size is None else -(-rows // max(reader.num_record_batches, 1))
+                check_size(self.source, 8 * each * max(len(reader.schema), 1))
+                if size is None:
+                    yield reader.read_all().select(tops)
+                else:
+                    for i in range(reader.num_record_batches):
+                        yield from pa.Table.from_batches([reader.get_batch(i)]).select(tops).to_batches(max_chunksize=size)
+        else:
+            check_size(self.source, self.path.stat().st_size if size is None else 0)
+            types = {name: pa.float64() for name in floats} if size is not None else {}
+            convert = pyarrow.csv.ConvertOptions(strings_can_be_null=True, include_columns=tops, column_types=types)
+            parse = pyarrow.csv.ParseOptions(delimiter=self._delimiter)
+            if size is None:
+                yield pyarrow.csv.read_csv(self.path, parse_options=parse, convert_options=convert)
+            else:
+                with pyarrow.csv.open_csv(self.path, parse_options=parse, convert_options=convert) as reader:
+                    for batch in reader:
+                        yield from pa.Table.from_batches([batch]).to_batches(max_chunksize=size)
+
+    def _csv_schema(self, path: Path) -> pa.Schema:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            header = file.readline(2**20)
+        self._delimiter = max(",;\t|", key=header.count)
+        parse = pyarrow.csv.ParseOptions(delimiter=self._delimiter)
+        with pyarrow.csv.open_csv(path, parse_options=parse) as reader:
+            return reader.schema
+
+
+def unique(names: Iterable[str], source: str) -> list[str]:
+    """Return names without surrounding space; raise InputError if two are equal."""
+    clean = [str(name).strip() for name in names]
+    twice = next((name for name in clean if clean.count(name) > 1), None) if len(set(clean)) < len(clean) else None
+    if twice is not None:
+        raise InputError(f"{source}: columns", "each name once", f"{twice!r} {clean.count(twice)} times", "rename or drop one")
+    return clean
+
+
+def numbers(name: str, column: Any) -> NDArray[Any]:
+    """Return a column as an array: ``(n,)``, or ``(n, d)`` for lists of one length; text and times stay what they are.
+
+    Raises InputError for lists of unequal length and for what is no number, text or time.
+    """
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        array = _from_arrow(name, column)
+    else:
+        array = np.asarray(column)
+    if array.dtype.kind == "O" and len(array) and isinstance(array[0], (list, tuple, np.ndarray)):
+        array = _stacked(name, array)
+    return array
+
+
+def _stacked(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    try:
+        return np.array([np.asarray(row, dtype=np.float64).reshape(-1) for row in array])
+    except (TypeError, ValueError):
+        raise InputError(f"column {name}", "numbers, or lists of one length", "lists of unequal length", "drop odd rows") from None
+
+
+def _from_arrow(name: str, column: Any) -> NDArray[Any]:
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        if isinstance(column, pa.ChunkedArray):  # too long for one array
+            column = pa.concat_arrays(column.chunks)
+    rows, widths = len(column), []
+    try:
+        while True:
+            if isinstance(column, pa.ExtensionArray):
+                column = column.storage
+            elif pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            elif pa.types.is_decimal(column.type):
+                column = column.cast(pa.float64())
+            elif pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
+                if column.null_count:
+                    raise InputError(f"column {name}", "a list in every row", f"{column.null_count} empty cells", "fill them")
+                lengths = pc.min_max(pc.list_value_length(column)) if len(column) else {"min": 1, "max": 1}
+                low, high = (value if isinstance(value, int) else value.as_py() for value in (lengths["min"], lengths["max"]))
+                if low != high:
+                    got = f"lists of {low} to {high} numbers"
+                    raise InputError(f"column {name}", "numbers, or lists of one length", got, "flatten or drop it")
+                column, widths = column.flatten(), [*widths, low]
+            else:
+                break
+        array = column.to_numpy(zero_copy_only=False)
+    except pa.ArrowException as error:
+        got = f"type {column.type} with {column.null_count} empty cells ({str(error).splitlines()[0]})"
+        raise InputError(f"column {name}", "numbers, or lists of one length", got, "flatten or drop it") from error
+    return array.reshape(rows, -1) if widths else array
+
+
+def _leaves(field: pa.Field, prefix: str = "") -> list[str]:
+    name = prefix + field.name
+    if pa.types.is_struct(field.type):
+        return [leaf for child in field.type for leaf in _leaves(child, f"{name}.")]
+    return [name]

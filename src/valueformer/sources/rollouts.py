@@ -1,0 +1,162 @@
+"""Rollouts of vector environments: arrays ``(T, E, ..)`` of T time steps in E environments that reset themselves.
+
+What the observation after an end is depends on the mode. Gymnasium >= 1.0 resets in the next step: the observation after an
+end is the final one, and the step after it is a reset whose action was ignored. Stable-Baselines3 and older Gymnasium reset in
+the same step: it is the first one of the next episode, and the final one is kept elsewhere or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valueformer import fields
+from valueformer.errors import InputError
+from valueformer.sources.alignment import LOST, Rows
+from valueformer.sources.arrays import Plan, as_array
+from valueformer.sources.options import NONE, Options
+
+__all__ = ["from_sb3", "from_time_major", "is_sb3", "recognises"]
+
+RESET = "reset step after the end of an episode, whose action was ignored"
+_FINAL = ("final_observations", "final_obs", "final_observation", "terminal_observations")
+
+
+def recognises(arrays: Mapping[str, Any]) -> bool:
+    """Whether rewards are (T, E) and observations (T, E, ..) or (T + 1, E, ..)."""
+    shapes = {str(name): getattr(value, "shape", ()) for name, value in arrays.items()}
+    reward = next((shape for name in ("rewards", "reward") if len(shape := shapes.get(name, ())) == 2), ())
+    state = next((shape for name in ("observations", "obs") if len(shape := shapes.get(name, ())) >= 2), ())
+    return bool(reward and state) and state[1] == reward[1] and (len(state) > 2 or reward[1] > 1)
+
+
+def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) -> Rows:
+    """Return the rows of all environments, one after the other.
+
+    ``arrays``: observations (T or T + 1), rewards, terminated, truncated, and optionally actions, next_observations,
+    ``final_observations`` (read where an episode ended) and ``episode_starts``. A row without successor is dropped and counted.
+    Raises InputError where ends exist, neither kind of successor is stored and ``autoreset`` is not given.
+    """
+    extra = {name: arrays[name] for name in (*_FINAL, "episode_starts") if arrays.get(name) is not None}
+    names = [str(name) for name, value in arrays.items() if value is not None and name not in extra]
+    plan = Plan(names, options, source)
+    chosen = {field: as_array(arrays[name]) for field, name in plan.scalars.items() if name != NONE or name in names}
+    rewards = chosen["rewards"]
+    if rewards.ndim != 2:
+        raise InputError(f"{source}: rewards", "shape (T, E): time steps, environments", str(rewards.shape))
+    steps, envs = rewards.shape
+    for field, name in plan.vectors.items():
+        parts = [_wide(as_array(arrays[n]), steps, envs, f"{source}: {n}", field == "observations") for n in name]
+        chosen[field] = np.concatenate(parts, axis=2)
+    for field in ("terminated", "truncated", "done"):
+        if field in plan.scalars:
+            value = chosen.get(field, np.zeros((steps, envs)))
+            if value.shape != (steps, envs):
+                raise InputError(f"{source}: {field}", f"shape {(steps, envs)}, as rewards", str(value.shape))
+            chosen[field] = fields.flags(f"{source}: {field}", value.reshape(-1)).reshape(steps, envs)
+    truncated = chosen.setdefault("truncated", np.zeros((steps, envs), bool))
+    if "done" in chosen:
+        chosen["terminated"] = chosen.pop("done") & ~truncated
+    final = next((_wide(as_array(extra[n]), steps, envs, n) for n in _FINAL if n in extra), None)
+    chosen["next_observations"], keep, dropped = _successors(chosen, final, options.autoreset, source)
+    ends = chosen["terminated"] | truncated
+    resets = options.autoreset == "next-step" and "next_observations" not in plan.vectors and final is None
+    lag = 2 if resets else 1  # a reset step lies between
+    starts = np.zeros(ends.shape, bool)
+    starts[lag:] = ends[:-lag]
+    if "episode_starts" in extra:
+        starts |= fields.flags("episode_starts", as_array(extra["episode_starts"]).reshape(-1)).reshape(steps, envs)
+    starts[0] = True
+    # where a truncated last row is dropped, its flag moves one row up with the cut
+    lost = ~keep & truncated
+    chosen["truncated"] = truncated | np.append(lost[1:] & ~starts[1:], np.zeros((1, envs), bool), axis=0)
+    chosen["observations"] = chosen["observations"][:steps]
+    first = np.cumsum(starts.T.reshape(-1)) - 1  # episodes are numbered environment by environment
+    position = np.arange(steps * envs) - np.maximum.accumulate(np.where(starts.T.reshape(-1), np.arange(steps * envs), 0))
+    flat = {name: value.swapaxes(0, 1).reshape(steps * envs, *value.shape[2:]) for name, value in chosen.items()}
+    flat |= {"episode_ids": first, "steps": position}
+    kept = keep.T.reshape(-1)
+    return Rows({name: value[kept] for name, value in flat.items()}, unused=plan.unused, dropped=dropped)
+
+
+def _wide(array: NDArray[Any], steps: int, envs: int, name: str, longer: bool = False) -> NDArray[Any]:
+    if array.shape[:2] not in ((steps, envs), *([(steps + 1, envs)] if longer else [])):
+        wanted = f"shape ({steps}{' or ' + str(steps + 1) if longer else ''}, {envs}, ..)"
+        raise InputError(name, wanted, str(array.shape), "time first, then environments")
+    return fields.numeric(name, array.reshape(*array.shape[:2], -1))
+
+
+def _successors(
+    chosen: Mapping[str, NDArray[Any]], final: NDArray[Any] | None, mode: str | None, source: str
+) -> tuple[NDArray[Any], NDArray[Any], dict[str, int]]:
+    """Return next observations (T, E, d), which rows to keep (T, E), and why others are dropped."""
+    states, terminated = chosen["observations"], chosen["terminated"]
+    ends = terminated | chosen["truncated"]
+    steps, keep = len(ends), np.ones(ends.shape, bool)
+    if "next_observations" in chosen:
+        return chosen["next_observations"], keep, {}
+    following = states[1:] if len(states) > steps else np.append(states[1:], states[-1:], axis=0)
+    lacking = np.zeros(ends.shape, bool)
+    lacking[-1:] = len(states) == steps
+    if final is not None:
+        following, lacking = np.where(ends[..., None], final, following), lacking & ~ends
+    elif mode == "same-step":
+        lacking |= ends
+    elif mode is None and ends[:-1].any():
+        raise InputError(
+            f"{source}: autoreset",
+            "how the environments reset themselves",
+            "episodes that end, without next_observations or final_observations",
+            "autoreset='next-step' (Gymnasium >= 1.0) or 'same-step' (Stable-Baselines3, older Gymnasium); on the command line "
+            "--autoreset",
+        )
+    dropped: dict[str, int] = {}
+    if mode == "next-step" and final is None:
+        keep[1:] = ~ends[:-1]
+        if not keep.all():
+            dropped[RESET] = int((~keep).sum())
+    lacking &= ~terminated & keep
+    if lacking.any():
+        dropped[LOST] = int(lacking.sum())
+    return following, keep & ~lacking, dropped
+
+
+def is_sb3(data: Any) -> bool:
+    """Whether an object looks like a buffer of Stable-Baselines3."""
+    return all(hasattr(data, name) for name in ("observations", "rewards", "pos", "full", "n_envs"))
+
+
+def from_sb3(data: Any, options: Options) -> Rows:
+    """Return the rows of a Stable-Baselines3 ReplayBuffer, oldest first; time limits are told from terminals by ``timeouts``.
+
+    A RolloutBuffer is refused: it has no such flag, and its rewards at time limits contain a bootstrapped value.
+    """
+    source = f"{type(data).__name__} in memory"
+    if not hasattr(data, "dones"):
+        mend = "pass the rollout as arrays (T, E): observations, actions, rewards, terminated, truncated, final_observations"
+        got = "a buffer without them, whose rewards at time limits hold an estimate of the value"
+        raise InputError(source, "terminated and truncated flags", got, mend)
+    oldest, stop = (data.pos, len(data.rewards)) if data.full else (0, data.pos)
+
+    def ordered(array: Any) -> NDArray[Any]:
+        return np.roll(np.asarray(array), -oldest, axis=0)[:stop]
+
+    parts = data.observations if isinstance(data.observations, Mapping) else {"": data.observations}
+    after = getattr(data, "next_observations", None)
+    after = after if after is None or isinstance(after, Mapping) else {"": after}
+    envs = data.n_envs
+    timeouts = ordered(data.timeouts).astype(bool) if hasattr(data, "timeouts") else np.zeros((stop, envs), bool)
+    arrays = {
+        "observations": np.concatenate([ordered(part).reshape(stop, envs, -1) for part in parts.values()], axis=2),
+        "actions": ordered(data.actions).reshape(stop, envs, -1),
+        "rewards": ordered(data.rewards).reshape(stop, envs),
+        "terminated": ordered(data.dones).reshape(stop, envs).astype(bool) & ~timeouts,
+        "truncated": timeouts,
+    }
+    if after is not None:
+        arrays["next_observations"] = np.concatenate([ordered(after[k]).reshape(stop, envs, -1) for k in parts], axis=2)
+    chosen = Options(autoreset=options.autoreset or (None if after is not None else "same-step"))
+    return from_time_major(arrays, chosen, source)
