@@ -26,7 +26,7 @@ from valueformer.storage import PersistentModel
 from valueformer.transformer import Transformer
 from valueformer.transitions import Transitions
 
-__all__ = ["DivergenceWarning", "ValueFormer"]
+__all__ = ["DivergenceWarning", "ValueFormer", "load_model"]
 
 _LARGEST_REWARD = 1e150  # squares of TD errors stay finite
 _LITERAL_TOKENS = 8192  # per prompt of the literal transformer: its attention matrices are tokens^2
@@ -327,3 +327,6 @@ def _relative(weight: NDArray[Any] | None) -> NDArray[np.float64] | None:
     if not relative.any():
         raise InputError("sample_weight", "at least one weight > 0 in the context", "only zeros")
     return relative / relative.mean()
+
+
+load_model = ValueFormer.load

@@ -18,7 +18,10 @@ _DROPPED = {
 if TYPE_CHECKING:
     from valueformer.transitions import Transitions
 
-__all__ = ["DataReport", "Problem", "inspect"]
+__all__ = ["HEADER", "DataReport", "Problem", "facts", "inspect"]
+
+HEADER = ("what", "how many", "first", "what to do")
+"""Of a table of problems."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,25 @@ def inspect(data: Transitions) -> DataReport:
         },
         length={"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())},
     )
+
+
+def facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a log contains as (what, text) pairs, for the terminal and the page alike."""
+    length, reward = document["length"], document["reward"]
+    dropped = ", ".join(f"{count} ({reason})" for reason, count in document["dropped"].items())
+    return [
+        ("format", document["format"]),
+        ("transitions", f"{document['n_transitions']} in {document['n_episodes']} episodes"),
+        ("episode length", f"{length['min']:g} to {length['max']:g}, median {length['median']:g}"),
+        ("observation", f"{document['obs_dim']} feature{'' if document['obs_dim'] == 1 else 's'}"),
+        ("action", document["action"]),
+        (
+            "ends",
+            f"{document['terminated']} terminated, {document['truncated']} truncated, {document['unfinished']} without flag",
+        ),
+        ("reward", ", ".join(f"{name} {value:.4g}" for name, value in reward.items())),
+        ("rows dropped", dropped or "none"),
+    ]
 
 
 def _problems(data: Transitions, unfinished: NDArray[np.int64]) -> Iterator[Problem]:

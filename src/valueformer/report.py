@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from valueformer.files import write_atomically, write_text
+from valueformer import page
+from valueformer.files import write_text
 from valueformer.metrics import MAX_REMAINING
+from valueformer.page import BLUE, GREY, ORANGE, heading, number
 from valueformer.results import read_stored, to_json
 
 __all__ = ["evaluation_chart", "write_report"]
@@ -23,7 +23,6 @@ Panel = alt.Chart | alt.LayerChart | alt.FacetChart
 _EPISODES = 4
 _LINE = 400  # points of a line: about one per pixel
 _POINTS = 2000  # of the scatter plot: more only hide each other
-_BLUE, _ORANGE, _GREY = "#2a6fb0", "#e07b39", "#8a8f98"
 _VALUE, _RETURN, _PARTIAL = "V(s), held out", "Monte Carlo return", "return, record cut short"
 
 
@@ -32,19 +31,10 @@ def write_report(folder: str | Path) -> dict[str, str]:
     folder = Path(folder)
     document, columns = read_stored(folder)
     chart = evaluation_chart(document, columns)
-    write_atomically(folder / "report.png", lambda path: chart.save(str(path), format="png", ppi=144))
-    body = chart.to_html(inline=True, fullhtml=False, json_kwds={"cls": _ScriptSafe})
-    write_text(folder / "report.html", _page(document, body))
-    files = {"picture": str(folder / "report.png"), "page": str(folder / "report.html")}
+    title = f"valueformer: {document['source']}"
+    files = page.write(folder / "report", chart, title=title, lead=document["verdict"], rows=summary_rows(document))
     write_text(folder / "result.json", to_json(document | {"files": document["files"] | files}))
     return files
-
-
-class _ScriptSafe(json.JSONEncoder):
-    """JSON that cannot end the script element around it, whatever a file or an episode is called."""
-
-    def encode(self, o: Any) -> str:
-        return super().encode(o).replace("<", "\\u003c")
 
 
 def evaluation_chart(document: dict[str, Any], columns: dict[str, NDArray[Any]]) -> alt.VConcatChart:
@@ -105,7 +95,7 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
         .encode(
             x=alt.X("step:Q", title="step"),
             y=alt.Y("y:Q", title="value, in units of reward", scale=alt.Scale(zero=False)),
-            color=alt.Color("what:N", title=None, scale=alt.Scale(domain=domain, range=[_BLUE, _ORANGE, _ORANGE])),
+            color=alt.Color("what:N", title=None, scale=alt.Scale(domain=domain, range=[BLUE, ORANGE, ORANGE])),
             strokeDash=alt.StrokeDash("what:N", title=None, scale=alt.Scale(domain=domain, range=[[1, 0], [1, 0], [3, 3]])),
             opacity=alt.condition(picked, alt.value(1.0), alt.value(0.12)),
             tooltip=[
@@ -121,7 +111,7 @@ def _episode_panels(columns: dict[str, NDArray[Any]], value: str, label: str) ->
     order = [f"episode {episode}" for episode in shown]
     title = "Value along episodes that the context left out" if label == _VALUE else "Value along the episode, fitted to it"
     facet = alt.Facet("episode:N", title=None, sort=order, header=alt.Header(labelAnchor="start"))
-    return base.facet(facet, columns=2, spacing=24).properties(title=_subtitle(title))
+    return base.facet(facet, columns=2, spacing=24).properties(title=heading(title))
 
 
 def _layer_panel(document: dict[str, Any]) -> Panel:
@@ -131,7 +121,7 @@ def _layer_panel(document: dict[str, Any]) -> Panel:
     tooltip = [alt.Tooltip("layer:Q"), alt.Tooltip("error:Q", format=".3g")]
     line = (
         alt.Chart(layers)
-        .mark_line(color=_BLUE, strokeWidth=2, point=alt.OverlayMarkDef(size=18, color=_BLUE))
+        .mark_line(color=BLUE, strokeWidth=2, point=alt.OverlayMarkDef(size=18, color=BLUE))
         .encode(
             x=alt.X("layer:Q", title="layer (one TD step each)", axis=alt.Axis(tickMinStep=1)),
             y=alt.Y("error:Q", title="mean squared TD error (log)", scale=alt.Scale(type="log"), axis=axis),
@@ -148,12 +138,12 @@ def _layer_panel(document: dict[str, Any]) -> Panel:
         highest = max(reference["error"])
         for what, error in zip(reference["what"], reference["error"], strict=True):
             rule = alt.Chart(pa.table({"what": [what], "error": [error]}))
-            marks.append(rule.mark_rule(strokeDash=[5, 4], color=_GREY).encode(y="error:Q"))
+            marks.append(rule.mark_rule(strokeDash=[5, 4], color=GREY).encode(y="error:Q"))
             above = error == highest  # two labels at one height would cover each other
             text = rule.mark_text(align="left", baseline="bottom" if above else "top", dx=5, color="#555", fontSize=11)
             marks.append(text.encode(y="error:Q", x=alt.value(330), text="what:N"))
     taken_back = f" ({document['rewinds']} steps taken back)" if document["rewinds"] else ""
-    title = _subtitle(f"TD error on the context, layer by layer{taken_back}")
+    title = heading(f"TD error on the context, layer by layer{taken_back}")
     return alt.layer(line, *marks).properties(width=330, height=230, title=title)
 
 
@@ -171,7 +161,7 @@ def _scatter_panel(
     table = {"ret": returns, "val": values, "episode": [str(e) for e in columns["episode_id"][kept].tolist()]}
     points = (
         alt.Chart(pa.table(table))
-        .mark_circle(size=16, opacity=0.35, color=_BLUE)
+        .mark_circle(size=16, opacity=0.35, color=BLUE)
         .encode(
             x=alt.X("ret:Q", title=_RETURN, scale=scale, axis=alt.Axis(tickCount=6)),
             y=alt.Y("val:Q", title=label, scale=scale),
@@ -182,13 +172,9 @@ def _scatter_panel(
             ],
         )
     )
-    diagonal = alt.Chart(pa.table({"ret": [low, high], "val": [low, high]})).mark_line(color=_GREY, strokeDash=[5, 4])
+    diagonal = alt.Chart(pa.table({"ret": [low, high], "val": [low, high]})).mark_line(color=GREY, strokeDash=[5, 4])
     both = alt.layer(diagonal.encode(x=alt.X("ret:Q", scale=scale), y=alt.Y("val:Q", scale=scale)), points)
-    return both.interactive().properties(width=330, height=230, title=_subtitle("Values against returns (dashed: equal)"))
-
-
-def _subtitle(text: str) -> alt.TitleParams:
-    return alt.TitleParams(text, anchor="start", fontSize=13, fontWeight=600)
+    return both.interactive().properties(width=330, height=230, title=heading("Values against returns (dashed: equal)"))
 
 
 def summary_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -211,31 +197,3 @@ def summary_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("layers, status", f"{document['num_layers']}, {status}"),
     ]
     return [*rows, ("note", document["message"])] if document["message"] else rows
-
-
-def number(value: float | None) -> str:
-    """Return four digits, or a dash for what is undefined."""
-    return "—" if value is None else f"{value:.4g}"
-
-
-def _page(document: dict[str, Any], chart: str) -> str:
-    rows = "".join(
-        f"<tr><th>{html.escape(what)}</th><td>{html.escape(text)}</td></tr>" for what, text in summary_rows(document)
-    )
-    title = html.escape(f"valueformer: {document['source']}")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
- body {{ font: 15px/1.45 system-ui, sans-serif; color: #1c2127; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }}
- h1 {{ font-size: 1.35rem; }}
- .verdict {{ font-size: 1.1rem; border-left: 4px solid {_BLUE}; padding: .4rem .8rem; background: #f3f6fa; }}
- table {{ border-collapse: collapse; margin: 1.2rem 0; }}
- th {{ text-align: left; font-weight: 500; color: #555; padding: .15rem 1.5rem .15rem 0; white-space: pre; }}
- td {{ padding: .15rem 0; }}
-</style></head><body>
-<h1>{title}</h1>
-<p class="verdict">{html.escape(document["verdict"])}</p>
-<table>{rows}</table>
-<div style="overflow-x: auto">{chart}</div>
-</body></html>
-"""

@@ -5,14 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
 from valueformer import fields
 from valueformer.errors import InputError, MissingExtraError
-from valueformer.sources import alignment, columns, d3rlpy, d4rl, hdf5, lerobot, memory, minari, npz, rlds, samples, tables
+from valueformer.sources import (
+    alignment,
+    columns,
+    d3rlpy,
+    d4rl,
+    hdf5,
+    lerobot,
+    memory,
+    minari,
+    npz,
+    rlds,
+    samples,
+    simulated,
+    tables,
+)
 from valueformer.sources.alignment import Rows
 from valueformer.sources.options import Options
 from valueformer.transitions import Transitions
@@ -56,7 +72,12 @@ TABLES = (
     Source("csv", columns.is_text, tables.blocks, _ALWAYS | _COLUMNS),
 )
 _BY_NAME = {source.name: source for source in (*FORMATS, *TABLES)}
-SCHEMES: Mapping[str, Callable[[str], Transitions | Path]] = {"sample": samples.load, "minari": minari.resolve_id}
+SCHEMES: Mapping[str, Callable[[str], Transitions | Path]] = {
+    "sample": samples.load,
+    "minari": minari.resolve_id,
+    "gymnasium": partial(simulated.resolve, "gymnasium"),
+    "metaworld": partial(simulated.resolve, "metaworld"),
+}
 
 
 def names() -> list[str]:
@@ -64,14 +85,36 @@ def names() -> list[str]:
     return [*_BY_NAME, *(f"{scheme}:" for scheme in SCHEMES), *memory.KINDS]
 
 
+class Reading(TypedDict, total=False):
+    """The options of :func:`load` that say what a log's columns mean."""
+
+    obs_columns: str | Sequence[str] | None
+    next_obs_columns: str | Sequence[str] | None
+    action_columns: str | Sequence[str] | None
+    reward_column: str | None
+    terminated_column: str | None
+    truncated_column: str | None
+    done_column: str | None
+    episode_column: str | None
+    step_column: str | None
+    max_episode_steps: int | None
+    autoreset: Literal["next-step", "same-step"] | None
+    drop_nonfinite: bool
+
+
 @overload
-def load(source: Any, *, format: str | None = ..., stream: Literal[False] = ..., **options: Any) -> Transitions: ...
+def load(source: Any, *, format: str | None = ..., stream: Literal[False] = ..., **options: Unpack[Reading]) -> Transitions: ...
 @overload
 def load(
-    source: Any, *, format: str | None = ..., stream: Literal[True], block_size: int = ..., **options: Any
+    source: Any, *, format: str | None = ..., stream: Literal[True], block_size: int = ..., **options: Unpack[Reading]
 ) -> Iterator[Transitions]: ...
 def load(
-    source: Any, *, format: str | None = None, stream: bool = False, block_size: int = BLOCK_SIZE, **options: Any
+    source: Any,
+    *,
+    format: str | None = None,
+    stream: bool = False,
+    block_size: int = BLOCK_SIZE,
+    **options: Unpack[Reading],
 ) -> Transitions | Iterator[Transitions]:
     """Read logged transitions from a path, a ``scheme:name``, a data frame, a mapping of arrays, or Transitions.
 
@@ -83,8 +126,8 @@ def load(
     - ``stream``: yield Transitions of at most ``block_size`` rows instead, aligned across their borders; HDF5 and tables are
       then never in memory as a whole. Rows must be in order.
     - ``obs_columns``, ``next_obs_columns``, ``action_columns``: names or patterns (``"joint_*,gripper"``).
-    - ``reward_column``, ``terminated_column``, ``truncated_column``, ``episode_column``, ``step_column``: names. ``"none"`` as a
-      flag says that this end never happens.
+    - ``reward_column``, ``terminated_column``, ``truncated_column``, ``episode_column``, ``step_column``: names. For a flag,
+      ``"none"`` says that this end never happens.
     - ``done_column``: an end of either kind, which ``truncated_column`` or ``max_episode_steps`` tells apart.
     - ``max_episode_steps``: the time limit, where no flag marks it.
     - ``autoreset``: ``"next-step"`` or ``"same-step"``, for rollouts of vector environments.
@@ -94,7 +137,7 @@ def load(
     content would make values wrong; MissingExtraError where a reader is not installed.
     """
     try:
-        chosen = Options(**options)
+        chosen = Options(**options)  # pyright: ignore[reportArgumentType]  # text is split there
     except TypeError:
         odd = next((name for name in options if name not in Options.__dataclass_fields__), "")
         raise InputError("load", f"one of {', '.join(Options.__dataclass_fields__)}", repr(odd), "see help(vf.load)") from None
@@ -124,7 +167,9 @@ def _file(path: Path, shown: str, form: str | None, size: int | None, options: O
     source = _recognised(path, shown, form)
     if foreign := [name for name in options.given() if name not in source.accepts]:
         usable = ", ".join(sorted(source.accepts))
-        raise InputError(foreign[0], f"an option that the format {source.name} understands: {usable}", "another", "leave it out")
+        raise InputError(
+            foreign[0], f"an option that the format {source.name} understands: {usable}", "another", "leave it out"
+        )
     where = {"source": str(path), "form": source.name, "options": options}
     if size is None:
         return next(_guarded(path, source, lambda: iter([alignment.whole(source.blocks(path, options, None), **where)])))
@@ -181,7 +226,9 @@ def _recognised(path: Path, shown: str, form: str | None) -> Source:
         known = "a folder of Minari (data/main_data.hdf5), LeRobot (meta/info.json) or RLDS (features.json)"
         raise InputError(shown, known, "another folder", "name the file inside it")
     if hdf5.is_hdf5(path):
-        known = "HDF5 of Minari (episode_0, ..), D4RL (observations, terminals, ..), d3rlpy, or observations, rewards, terminated"
+        known = (
+            "HDF5 of Minari (episode_0, ..), D4RL (observations, terminals, ..), d3rlpy, or observations, rewards, terminated"
+        )
         raise InputError(shown, known, hdf5.describe(path), "name its arrays alike, or write a table")
     kind = "an empty file" if path.is_file() and path.stat().st_size == 0 else "unknown content"
     raise InputError(shown, f"one of {', '.join(_BY_NAME)}", kind, "convert it to Parquet, CSV or NPZ")

@@ -98,14 +98,11 @@ def regroup(parts: Iterable[Rows], block_size: int | None) -> Iterator[Rows]:
         waiting += len(part)
         if block_size is None or waiting < block_size:
             continue
-        rows = _join(pending)
-        for start in range(0, len(rows), block_size):
-            block = _cut(rows, slice(start, start + block_size))
-            block = block if start == 0 else replace(block, dropped={}, assumed={})  # counted once
-            if len(block) == block_size:
-                yield block
-        pending = [block] if len(block) < block_size else []
-        waiting = sum(map(len, pending))
+        rows, full = _join(pending), waiting - waiting % block_size
+        for start in range(0, full, block_size):
+            yield _cut(rows, slice(start, start + block_size))
+            rows = replace(rows, dropped={}, assumed={})  # counted once
+        pending, waiting = ([_cut(rows, slice(full, None))], waiting - full) if waiting > full else ([], 0)
     if any(len(part) or part.dropped for part in pending):
         yield _join(pending)
 

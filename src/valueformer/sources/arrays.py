@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Plan:
         if "observations" not in self.vectors:
             mend = "name them with obs_columns (--obs-columns)"
             raise InputError(f"{source}: fields", "observations", f"no observations among {', '.join(map(repr, names))}", mend)
-        self.used = [*(n for n in self.scalars.values() if n in names), *sum(self.vectors.values(), [])]
+        self.used = [*(n for n in self.scalars.values() if n in names), *chain(*self.vectors.values())]
         self.unused = tuple(name for name in names if name not in self.used and name not in ignore)
 
     def rows(self, arrays: Mapping[str, Any]) -> Rows:

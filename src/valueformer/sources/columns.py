@@ -63,10 +63,10 @@ class Table:
     def __init__(self, data: Any, source: str = "") -> None:
         self.source = source or str(data)
         self.path = data if isinstance(data, Path) else None
-        self.memory: Any = None if self.path else data
+        self.memory: Any = data
         if self.path is None:
             self.form = "table"
-            schema = data.schema
+            schema = self.memory.schema
         elif is_parquet(self.path):
             self.form = "parquet"
             schema = pyarrow.parquet.read_schema(self.path)
@@ -101,7 +101,7 @@ class Table:
             table = self.memory.select(tops)
             yield from [table] if size is None else table.to_batches(max_chunksize=size)
         elif self.form == "parquet":
-            with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
+            with pyarrow.parquet.ParquetFile(self.path) as file:
                 groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
                 sizes = [group.total_byte_size for group in groups]
                 rows = file.metadata.num_rows if size is None else min(size, file.metadata.num_rows)
@@ -109,7 +109,8 @@ class Table:
                 if size is None:
                     yield file.read(tops)
                 else:
-                    yield from file.iter_batches(size, columns=tops)
+                    for group in range(len(groups)):  # over the whole file, the reader would keep every group's pages
+                        yield from file.iter_batches(size, columns=tops, row_groups=[group])
         elif self.form == "arrow":
             # A compressed batch says what it unpacks to only when unpacked; its number of rows is known before.
             rows = pyarrow.dataset.dataset(self.path, format="ipc").count_rows()
@@ -156,10 +157,7 @@ def numbers(name: str, column: Any) -> NDArray[Any]:
 
     Raises InputError for lists of unequal length and for what is no number, text or time.
     """
-    if isinstance(column, (pa.Array, pa.ChunkedArray)):
-        array = _from_arrow(name, column)
-    else:
-        array = np.asarray(column)
+    array = _from_arrow(name, column) if isinstance(column, (pa.Array, pa.ChunkedArray)) else np.asarray(column)
     if array.dtype.kind == "O" and len(array) and isinstance(array[0], (list, tuple, np.ndarray)):
         array = _stacked(name, array)
     return array
@@ -169,7 +167,9 @@ def _stacked(name: str, array: NDArray[Any]) -> NDArray[Any]:
     try:
         return np.array([np.asarray(row, dtype=np.float64).reshape(-1) for row in array])
     except (TypeError, ValueError):
-        raise InputError(f"column {name}", "numbers, or lists of one length", "lists of unequal length", "drop odd rows") from None
+        raise InputError(
+            f"column {name}", "numbers, or lists of one length", "lists of unequal length", "drop odd rows"
+        ) from None
 
 
 def _from_arrow(name: str, column: Any) -> NDArray[Any]:
@@ -186,11 +186,14 @@ def _from_arrow(name: str, column: Any) -> NDArray[Any]:
                 column = column.dictionary_decode()
             elif pa.types.is_decimal(column.type):
                 column = column.cast(pa.float64())
-            elif pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
+            elif (
+                pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
+            ):
                 if column.null_count:
                     raise InputError(f"column {name}", "a list in every row", f"{column.null_count} empty cells", "fill them")
-                lengths = pc.min_max(pc.list_value_length(column)) if len(column) else {"min": 1, "max": 1}
-                low, high = (value if isinstance(value, int) else value.as_py() for value in (lengths["min"], lengths["max"]))
+                # the wrappers of Arrow's functions are made when it is imported, out of sight of type checkers
+                lengths = pc.call_function("list_value_length", [column]).to_numpy(zero_copy_only=False)
+                low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (1, 1)
                 if low != high:
                     got = f"lists of {low} to {high} numbers"
                     raise InputError(f"column {name}", "numbers, or lists of one length", got, "flatten or drop it")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,11 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
                 mend = "say how long an episode may last: max_episode_steps (--max-episode-steps)"
                 raise InputError(str(path), "timeouts, or next observations", "terminals alone: other ends are unknown", mend)
             goals = {GOALS: 1} if "infos/goal" in root and here.get("truncated_column") else {}
-            chosen = Options(**{name: getattr(options, name) for name in options.given()} | here)
+            chosen = dataclasses.replace(options, **here)
             for rows in _flat(root, path, chosen, block_size, infer=unbounded and options.max_episode_steps is None):
                 starts = np.zeros(len(rows), bool)
                 starts[:1] = fresh
-                yield replace(rows, arrays=rows.arrays | {"starts": starts}, assumed={**rows.assumed, **goals})
+                yield dataclasses.replace(rows, arrays=rows.arrays | {"starts": starts}, assumed={**rows.assumed, **goals})
                 goals, fresh = {}, False
 
 
@@ -97,4 +97,6 @@ def _infer_ends(rows: Rows, following: Sequence[Any]) -> Rows:
     apart = (arrays["next_observations"][: len(after)] != after).reshape(len(after), -1).any(axis=1)
     cut = np.zeros(len(rows), bool)
     cut[: len(after)] = apart & ~np.asarray(arrays["terminated"]).reshape(-1)[: len(after)].astype(bool)
-    return Rows(arrays | {"truncated": cut}, rows.obs_names, rows.unused, assumed={INFERRED: int(cut.sum())} if cut.any() else {})
+    return Rows(
+        arrays | {"truncated": cut}, rows.obs_names, rows.unused, assumed={INFERRED: int(cut.sum())} if cut.any() else {}
+    )

@@ -67,10 +67,12 @@ def node(group: Any, name: str) -> Any:
     import h5py
 
     if isinstance(group.get(name, getlink=True), h5py.ExternalLink):
-        raise InputError(f"{group.name.rstrip('/')}/{name}", "data inside the file", "a link to another file", "copy the data in")
+        raise InputError(
+            f"{group.name.rstrip('/')}/{name}", "data inside the file", "a link to another file", "copy the data in"
+        )
     item = group[name]
     if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
-        raise InputError(item.name, "data inside the file", "data kept in another file", "copy the data in")
+        raise InputError(str(item.name), "data inside the file", "data kept in another file", "copy the data in")
     return item
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-
 from valueformer.errors import InputError
 from valueformer.sources.alignment import Rows
 from valueformer.sources.columns import Table, is_parquet
@@ -62,17 +61,20 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
     tables = sorted((Table(file) for file in files), key=_first_index)
     plan = Plan(tables[0].names, _completed(options, tables[0].names, str(path)), str(path), ignore=_BOOKKEEPING)
     names, count = _feature_names(info, plan.vectors["observations"]), 0
+    rows = Rows({})
     for table in tables:
         if missing := [name for name in plan.used if name not in table.names]:
             raise InputError(table.source, f"the columns of {tables[0].source}", f"no {missing[0]!r}", "download it again")
         for batch in table.batches(plan.used, block_size):
             rows = plan.rows(batch)
             count += len(rows)
-            yield replace(rows, obs_names=names if names and len(names) == rows.arrays["observations"].shape[1] else None)
+            width = rows.arrays["observations"].shape[1]
+            rows = replace(rows, obs_names=names if names and len(names) == width else None)
+            yield rows
     said = info.get("total_frames")
     if isinstance(said, int) and said > count:
         empty = {name: value[:0] for name, value in rows.arrays.items()}
-        yield Rows(empty, None if not names else rows.obs_names, plan.unused, assumed={ABSENT: said - count})
+        yield Rows(empty, rows.obs_names, plan.unused, assumed={ABSENT: said - count})
 
 
 def _first_index(table: Table) -> int:
@@ -108,7 +110,9 @@ def _completed(options: Options, names: Sequence[str], source: str) -> Options:
             flag = "next.done" if "next.done" in names else None
             say = "terminated_column (--terminated-column): 'next.success' if success ends the task, or 'none'"
             got = f"{flag!r}, which alone does not say which ends are terminal" if flag else "neither"
-            raise InputError(f"{source}: flags", "'next.terminated', or 'next.done' and 'next.truncated'", got, f"say it with {say}")
+            raise InputError(
+                f"{source}: flags", "'next.terminated', or 'next.done' and 'next.truncated'", got, f"say it with {say}"
+            )
     given["episode_column"] = given.get("episode_column", "episode_index")
     given["step_column"] = given.get("step_column", "frame_index")
     if given.get("terminated_column") == NONE or "truncated_column" not in given:
@@ -130,5 +134,3 @@ def _feature_names(info: dict[str, Any], columns: Sequence[str]) -> tuple[str, .
             return None
         found += [str(name) for name in names]
     return tuple(found) if len(set(found)) == len(found) else None
-
-

@@ -26,7 +26,9 @@ _NEXT = "next/"
 def rows(data: Any, options: Options) -> tuple[str, str, Iterable[Rows]]:
     """Return the source's description, the name of its format, and its rows; raises InputError for anything else."""
     source = f"{type(data).__name__} in memory"
-    if hasattr(data, "batch_size") and hasattr(data, "keys") or (isinstance(data, Mapping) and hasattr(data.get("next"), "keys")):
+    if (hasattr(data, "batch_size") and hasattr(data, "keys")) or (
+        isinstance(data, Mapping) and hasattr(data.get("next"), "keys")
+    ):
         return source, "tensordict", [_tensordict(data, options, source)]
     if isinstance(data, Mapping):
         read = rollouts.from_time_major if rollouts.recognises(data) else from_arrays
@@ -54,7 +56,9 @@ def _tensordict(data: Any, options: Options, source: str) -> Rows:
     root = {name: value for name, value in leaves.items() if not name.startswith((_NEXT, _COLLECTOR))}
     if not after:
         raise InputError(f"{source}: 'next'", "reward and flags under 'next'", "nothing there", "pass arrays instead")
-    scalars = {name: value for name, value in after.items() if name.split("/")[-1] in ("reward", "done", "terminated", "truncated")}
+    scalars = {
+        name: value for name, value in after.items() if name.split("/")[-1] in ("reward", "done", "terminated", "truncated")
+    }
     if {"terminated", "done"} <= set(scalars) and "truncated" not in scalars:
         scalars["truncated"] = scalars["done"] & ~scalars["terminated"]
     chosen = resolve(list(scalars), options, source)
@@ -91,7 +95,9 @@ def _tensordict(data: Any, options: Options, source: str) -> Rows:
     found = Rows(arrays, names)
     if (mask := leaves.get(f"{_COLLECTOR}mask")) is not None:
         keep = flat("mask", mask)[:, 0].astype(bool)
-        found = Rows({k: v[keep] for k, v in arrays.items()}, names, dropped={PADDING: int((~keep).sum())} if not keep.all() else {})
+        found = Rows(
+            {k: v[keep] for k, v in arrays.items()}, names, dropped={PADDING: int((~keep).sum())} if not keep.all() else {}
+        )
     return found
 
 

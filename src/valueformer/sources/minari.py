@@ -86,16 +86,14 @@ def _episode(where: str, number: int, parts: Mapping[str, Mapping[str, Any]], op
         single[name] = np.asarray(parts[name][""]).reshape(-1)
     observations, names = _chosen(where, "observations", parts["observations"], options)
     actions = _chosen(where, "actions", parts["actions"], options)[0] if parts.get("actions") else None
-    flags = (fields.flags(f"{where}: {name}", single[name]) for name in ("terminations", "truncations"))
+    terminated, truncated = (fields.flags(f"{where}: {name}", single[name]) for name in ("terminations", "truncations"))
     if len(single["rewards"]) == 0:  # nothing happened; its single observation leads nowhere
         observations, actions = observations[:0], None if actions is None else actions[:0]
-    rows = episode(where, number, observations, single["rewards"], *flags, actions)
+    rows = episode(where, number, observations, single["rewards"], terminated, truncated, actions)
     return Rows(rows.arrays, names, dropped=rows.dropped)
 
 
-def _chosen(
-    where: str, part: str, members: Mapping[str, Any], options: Options
-) -> tuple[NDArray[Any], tuple[str, ...] | None]:
+def _chosen(where: str, part: str, members: Mapping[str, Any], options: Options) -> tuple[NDArray[Any], tuple[str, ...] | None]:
     option = {"observations": "obs_columns", "actions": "action_columns"}[part]
     chosen = options.select(option, list(members), f"{where}: {part}") or list(members)
     if not chosen:
@@ -103,7 +101,7 @@ def _chosen(
     return hdf5.features({name: np.asarray(members[name]) for name in chosen}, f"{where}: {part}")
 
 
-# -- Arrow and Parquet: a folder per episode ------------------------------------------------------------------------------------
+# -- Arrow and Parquet: a folder per episode ---------------------------------------------------------------------------------
 
 
 def _data(path: Path) -> Path:
@@ -127,7 +125,7 @@ def recognises_partitions(path: Path) -> bool:
 
 
 def partition_blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
-    """Yield all episodes in numeric order; actions, rewards and flags are padded to the T + 1 observations: counted and dropped."""
+    """Yield all episodes in numeric order; the padding of actions, rewards and flags to T + 1 rows is counted and dropped."""
     return regroup((_partition(path, n, files, options) for n, files in sorted(_partitions(path).items())), block_size)
 
 
@@ -163,7 +161,7 @@ def _total_steps(folder: Path, rows: int) -> int:
     return int(said)
 
 
-# -- minari:ID ------------------------------------------------------------------------------------------------------------------
+# -- minari:ID ---------------------------------------------------------------------------------------------------------------
 
 
 def resolve_id(name: str) -> Path:
@@ -196,4 +194,3 @@ def _download(name: str, folder: Path) -> None:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         mend = "check the network and the id (`minari list remote`), or copy the dataset there"
         raise InputError(f"minari:{name}", f"a dataset in {folder}, or a download", reason, mend) from error
-

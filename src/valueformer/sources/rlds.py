@@ -166,7 +166,9 @@ def _record_episodes(path: Path, options: Options) -> Iterator[Rows]:
             for kind, option in (("observation", "obs_columns"), ("action", "action_columns")):
                 members = _flatten(whole.get(kind, {}))
                 names = options.select(option, list(members), where) or list(members)
-                joined[kind] = hdf5.features({name: members[name] for name in names}, f"{where}: {kind}") if names else (None, None)
+                joined[kind] = (
+                    hdf5.features({name: members[name] for name in names}, f"{where}: {kind}") if names else (None, None)
+                )
             scalars = {name: np.asarray(whole[name]) for name in (*_MARKS, "reward", "discount") if name in whole}
             if missing := [name for name in (*_MARKS, "reward") if name not in scalars]:
                 raise InputError(where, "is_first, is_last, is_terminal, reward", f"no {', '.join(missing)}")

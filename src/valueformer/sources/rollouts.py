@@ -27,10 +27,10 @@ _FINAL = ("final_observations", "final_obs", "final_observation", "terminal_obse
 
 def recognises(arrays: Mapping[str, Any]) -> bool:
     """Whether rewards are (T, E) and observations (T, E, ..) or (T + 1, E, ..)."""
-    shapes = {str(name): getattr(value, "shape", ()) for name, value in arrays.items()}
-    reward = next((shape for name in ("rewards", "reward") if len(shape := shapes.get(name, ())) == 2), ())
-    state = next((shape for name in ("observations", "obs") if len(shape := shapes.get(name, ())) >= 2), ())
-    return bool(reward and state) and state[1] == reward[1] and (len(state) > 2 or reward[1] > 1)
+    shapes: dict[str, tuple[int, ...]] = {str(name): getattr(value, "shape", ()) for name, value in arrays.items()}
+    reward: tuple[int, ...] = next((shape for name in ("rewards", "reward") if len(shape := shapes.get(name, ())) == 2), ())
+    state: tuple[int, ...] = next((shape for name in ("observations", "obs") if len(shape := shapes.get(name, ())) >= 2), ())
+    return len(reward) == 2 <= len(state) and state[1] == reward[1] and (len(state) > 2 or reward[1] > 1)
 
 
 def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) -> Rows:

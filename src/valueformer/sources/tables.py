@@ -7,6 +7,7 @@ Columns: ``obs_0 ..`` (or ``obs_NAME``), ``next_obs_*``, ``action_*``, ``next_ac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Plan:
                 self.vectors[field] = chosen
         if "observations" not in self.vectors:
             gather({}, "obs", source=source, known=names)  # raises
-        used = set(sum(self.vectors.values(), []))
+        used = set(chain(*self.vectors.values()))
         others = [name for name in names if name not in used and (name not in families or name in taken)]
         self.scalars = resolve(others, options, source)
         self.used = list(dict.fromkeys([*used, *(name for name in self.scalars.values() if name in names)]))
@@ -66,7 +67,7 @@ class Plan:
     @property
     def floats(self) -> list[str]:
         """Columns known to hold numbers."""
-        return [*sum(self.vectors.values(), []), self.scalars["rewards"]]
+        return [*chain(*self.vectors.values()), self.scalars["rewards"]]
 
     def rows(self, batch: Batch) -> Rows:
         """Return the rows of a batch of columns."""

@@ -1,0 +1,65 @@
+"""The command line: ``valueformer evaluate | inspect | collect | convert | samples | bench``.
+
+Exit 0: done. Exit 1: a result whose status is diverged or singular. Exit 2: bad usage or input, in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from valueformer.cli import bench, data, values
+from valueformer.errors import InputError, MissingExtraError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="valueformer",
+    help="Policy evaluation by in-context learning: values of a log's policy, with no training.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for command in (values.evaluate, data.inspect, data.collect, data.convert, data.samples):
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
+
+_INTERRUPTED = 130  # the shell's code for Ctrl-C
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of it that newer versions of typer carry
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from valueformer.version import __version__
+
+        typer.echo(f"valueformer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Read the global options."""
+
+
+def main() -> None:
+    """Run the command line; bad usage and bad input end in one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        code = _fail(error.format_message())
+    except (InputError, MissingExtraError) as error:
+        code = _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
+        sys.stderr.write("interrupted\n")
+    sys.exit(code)
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write("error: " + " ".join(message.split()) + "\n")
+    return 2

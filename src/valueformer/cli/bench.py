@@ -1,0 +1,69 @@
+"""Commands ``bench ..``: ratios measured in one run on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from valueformer.cli.shared import Json, print_table, with_progress, writing
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Ratios measured in one run on this machine.", rich_markup_mode=None)
+
+
+@app.command("forward")
+def forward(
+    length: Annotated[int, typer.Option(help="Context length n.", min=2)] = 4096,
+    dim: Annotated[int, typer.Option(help="State dimension d.", min=1)] = 39,
+    layers: Annotated[int, typer.Option(help="Number of layers L.", min=1)] = 40,
+    repeats: Annotated[int, typer.Option(help="Timed repeats; medians are reported.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="File to store the JSON result in.")] = None,
+    json: Json = False,
+) -> None:
+    """Time the cached forward pass against attention recomputed in every layer and against memory bandwidth."""
+    from valueformer.bench.forward import run
+    from valueformer.files import write_text
+    from valueformer.results import to_json
+
+    result = with_progress("timing", lambda report: run(length, dim, layers, repeats=repeats, progress=report))
+    if out is not None:
+        writing(f"--out {out}", "a file that can be written to", lambda: write_text(out, to_json(result)))
+    _show("bench forward", result, json)
+
+
+@app.command("load")
+def load(
+    rows: Annotated[int, typer.Option(help="Rows of the table.", min=1000)] = 2_000_000,
+    columns: Annotated[int, typer.Option(help="Columns of the table, flags and reward included.", min=6)] = 39,
+    block_size: Annotated[int, typer.Option(help="Rows per block.", min=1)] = 65_536,
+    repeats: Annotated[int, typer.Option(help="Timed repeats; medians are reported.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="File to store the JSON result in.")] = None,
+    json: Json = False,
+) -> None:
+    """Stream a Parquet table into aligned Transitions, against pyarrow's own read of it; time and peak memory."""
+    from valueformer.bench.load import run
+    from valueformer.files import write_text
+    from valueformer.results import to_json
+
+    result = with_progress("timing", lambda report: run(rows, columns, block_size, repeats=repeats, progress=report))
+    if out is not None:
+        writing(f"--out {out}", "a file that can be written to", lambda: write_text(out, to_json(result)))
+    _show("bench load", result, json)
+
+
+def _show(title: str, result: dict[str, Any], json: bool) -> None:
+    from valueformer.results import to_json
+
+    if json:
+        sys.stdout.write(to_json(result))
+        return
+    flat = [
+        (f"{group}: {name}", f"{value:.4g}" if isinstance(value, float) else str(value))
+        for group, part in result.items()
+        for name, value in part.items()
+    ]
+    print_table(title, flat)
