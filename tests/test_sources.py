@@ -405,7 +405,9 @@ def test_queries_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def test_unused_columns_are_reported_and_odd_headers_understood() -> None:
-    frame = pd.DataFrame({"obs_0": [0.0, 1.0], " Reward": [1.0, 2.0], "Terminated": [0, 1], "note": ["a", "b"], "step": [0, 1], "episode_id": 0})
+    frame = pd.DataFrame(
+        {"obs_0": [0.0, 1.0], " Reward": [1.0, 2.0], "Terminated": [0, 1], "note": ["a", "b"], "step": [0, 1], "episode_id": 0}
+    )
     data = vf.load(frame)
     np.testing.assert_array_equal(data.rewards, [1.0, 2.0])
     assert data.unused == ("note",)

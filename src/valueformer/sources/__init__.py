@@ -159,7 +159,7 @@ def load(
     described, form, blocks = memory.rows(source, chosen)
     if not stream:
         return alignment.whole(blocks, source=described, form=form, options=chosen)
-    return alignment.stream(alignment.regroup(blocks, size), source=described, form=form, options=chosen)
+    return alignment.stream(alignment.regroup(blocks, size), source=described, form=form, options=chosen, block_size=block_size)
 
 
 def _file(path: Path, shown: str, form: str | None, size: int | None, options: Options) -> Transitions | Iterator[Transitions]:
@@ -173,7 +173,7 @@ def _file(path: Path, shown: str, form: str | None, size: int | None, options: O
     where = {"source": str(path), "form": source.name, "options": options}
     if size is None:
         return next(_guarded(path, source, lambda: iter([alignment.whole(source.blocks(path, options, None), **where)])))
-    return _guarded(path, source, lambda: alignment.stream(_bounded(source, path, options, size), **where))
+    return _guarded(path, source, lambda: alignment.stream(_bounded(source, path, options, size), **where, block_size=size))
 
 
 def _bounded(source: Source, path: Path, options: Options, size: int) -> Iterator[Rows]:

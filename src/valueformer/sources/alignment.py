@@ -116,15 +116,16 @@ def whole(blocks: Iterable[Rows], *, source: str, form: str, options: Options) -
     rows, keep = _with_successors(_finite_only(rows, options), hold=False)
     if not keep.any():
         raise InputError(*_NOTHING)
-    return _transitions(rows, keep, source, form)
+    return _transitions(rows if keep.all() else _cut(rows, keep), source, form)
 
 
-def stream(blocks: Iterable[Rows], *, source: str, form: str, options: Options) -> Iterator[Transitions]:
-    """Yield blocks as Transitions whose rows, ids and steps are those of :func:`whole`, one row being held back between blocks.
+def stream(blocks: Iterable[Rows], *, source: str, form: str, options: Options, block_size: int) -> Iterator[Transitions]:
+    """Yield Transitions of at most ``block_size`` rows, whose rows, ids, steps and counts together are those of :func:`whole`.
 
-    Episodes must be contiguous, their rows in order; raises InputError where they are not.
+    One row is held back between blocks, since the next one may hold its successor. Episodes must be contiguous, their rows in
+    order; raises InputError where they are not.
     """
-    numbering, held, empty, seen = _Numbering(options), None, True, False
+    numbering, held, ready, seen = _Numbering(options), None, Rows({}), False
     for block, final in _with_last(blocks):
         seen = seen or len(block) > 0 or bool(block.dropped)
         rows = numbering.number(_checked(block))
@@ -132,11 +133,18 @@ def stream(blocks: Iterable[Rows], *, source: str, form: str, options: Options) 
         hold = "next_observations" not in rows.arrays and not final and len(rows) > 0
         held = Rows({name: value[-1:] for name, value in rows.arrays.items()}, rows.obs_names, rows.unused) if hold else None
         rows, keep = _with_successors(rows, hold)
-        if keep.any():
-            empty = False
-            yield _transitions(rows, keep, source, form)
-    if empty:
+        rows = rows if keep.all() else _cut(rows, keep)
+        if len(ready) and len(rows):  # what a block without rows has to report goes with the block before it
+            yield _transitions(ready, source, form)
+            ready = rows
+        else:
+            ready = _join([ready, rows]) if ready.arrays or ready.dropped else rows
+    if not len(ready):
         raise InputError(*(_NOTHING if seen else _EMPTY))
+    if len(ready) > block_size:  # with the row held back
+        yield _transitions(_cut(ready, slice(block_size)), source, form)
+        ready = replace(_cut(ready, slice(block_size, None)), dropped={}, assumed={})
+    yield _transitions(ready, source, form)
 
 
 class _Numbering:
@@ -282,10 +290,9 @@ def _with_successors(rows: Rows, hold: bool) -> tuple[Rows, Array]:
     return _count(replace(rows, arrays=arrays), {LOST: lost} if lost else {}), keep
 
 
-def _transitions(rows: Rows, keep: Array, source: str, form: str) -> Transitions:
-    arrays = rows.arrays if keep.all() else _cut(rows, keep).arrays
+def _transitions(rows: Rows, source: str, form: str) -> Transitions:
     return Transitions(
-        **arrays,
+        **rows.arrays,
         obs_names=rows.obs_names,
         source=source,
         format=form,

@@ -85,12 +85,17 @@ def _episode(where: str, number: int, parts: dict[str, dict[str, NDArray[Any]]])
 
 
 def v1_blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
-    """Yield the rows of a version 1 file; an episode ends at ``episode_terminals``, or where absent at ``terminals`` alone."""
+    """Yield the rows of a version 1 file; an episode ends at ``episode_terminals``.
+
+    Where those are absent, InputError asks for max_episode_steps: ends that are not terminal would join two episodes."""
     with hdf5.opened(path) as file:
         names = ("observations", "actions", "rewards", "terminals", "episode_terminals")
         datasets = {name: hdf5.node(file, name) for name in names if name in file}
         if missing := [name for name in names[:4] if name not in datasets]:
             raise InputError(str(path), ", ".join(names[:4]), f"no {', '.join(missing)}", "export it again")
+        if "episode_terminals" not in datasets and options.max_episode_steps is None:
+            mend = "say how long an episode may last: max_episode_steps (--max-episode-steps)"
+            raise InputError(str(path), "episode_terminals", "terminals alone: other ends are unknown", mend)
         hdf5.check_all(str(path), datasets.values(), block_size)
         n = len(datasets["rewards"])
         if odd := next((name for name, dataset in datasets.items() if len(dataset) != n), None):

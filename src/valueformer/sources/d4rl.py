@@ -58,7 +58,7 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
                 raise InputError(str(path), "timeouts, or next observations", "terminals alone: other ends are unknown", mend)
             goals = {GOALS: 1} if "infos/goal" in root and here.get("truncated_column") else {}
             chosen = dataclasses.replace(options, **here)
-            for rows in _flat(root, path, chosen, block_size, infer=unbounded and options.max_episode_steps is None):
+            for rows in _flat(root, path, chosen, block_size, infer=unbounded and "next_observations" in root):
                 starts = np.zeros(len(rows), bool)
                 starts[:1] = fresh
                 yield dataclasses.replace(rows, arrays=rows.arrays | {"starts": starts}, assumed={**rows.assumed, **goals})
@@ -94,7 +94,7 @@ def _infer_ends(rows: Rows, following: Sequence[Any]) -> Rows:
     """Mark a cut where a stored next observation is not the next row's observation; ``following``: that of the next block."""
     arrays = rows.arrays
     after = np.concatenate([arrays["observations"][1:], following])  # (n or n - 1, d)
-    apart = (arrays["next_observations"][: len(after)] != after).reshape(len(after), -1).any(axis=1)
+    apart = (arrays["next_observations"][: len(after)] != after).any(axis=tuple(range(1, after.ndim)))
     cut = np.zeros(len(rows), bool)
     cut[: len(after)] = apart & ~np.asarray(arrays["terminated"]).reshape(-1)[: len(after)].astype(bool)
     return Rows(

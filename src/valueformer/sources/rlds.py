@@ -60,10 +60,10 @@ def table_blocks(path: Path, options: Options, block_size: int | None) -> Iterat
 def _table_episodes(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
     table = Table(path)
     inner = {kind: _inner(table.names, kind) for kind in ("observation", "action")}
-    chosen = {
-        kind: options.select(option, inner[kind], str(path)) or inner[kind]
-        for kind, option in (("observation", "obs_columns"), ("action", "action_columns"))
-    }
+    chosen = {}
+    for kind, option in (("observation", "obs_columns"), ("action", "action_columns")):
+        labels = {_label(name, kind): name for name in inner[kind]}  # asked for as they are called inside the step
+        chosen[kind] = [labels[label] for label in options.select(option, list(labels), str(path)) or labels]
     lower = {name.lower(): name for name in table.names}
     scalars = {name: lower[name] for name in (*_MARKS, "reward", "discount", "invalid") if name in lower}
     if not chosen["observation"] or "reward" not in scalars:
@@ -91,6 +91,10 @@ def _inner(names: list[str], kind: str) -> list[str]:
     return [name for name in names if name == kind or name.startswith((f"{kind}.", f"{kind}_", f"{kind}/"))]
 
 
+def _label(name: str, kind: str) -> str:
+    return name if name == kind else name[len(kind) + 1 :]
+
+
 def _steps(
     path: Path,
     number: int,
@@ -103,7 +107,7 @@ def _steps(
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     joined = {}
     for kind, names in chosen.items():
-        labels = {("" if name == kind else name[len(kind) + 1 :]): columns[name] for name in names}
+        labels = {_label(name, kind).removeprefix(kind): columns[name] for name in names}
         joined[kind] = hdf5.features(labels, f"{where}: {kind}") if names else (None, None)
     steps = {name: columns[column] for name, column in scalars.items()}
     rows = _episode(where, number, joined["observation"][0], joined["action"][0], steps)

@@ -39,9 +39,10 @@ class Plan:
         families = [name for name in names if _family(name)]
         for field, kind in _KINDS.items():
             chosen = options.select(COLUMNS[field], names, source, taken) if field in COLUMNS else None
+            explicit = chosen is not None
             chosen = chosen or _ordered(names, kind)
             if chosen and field in _LEADERS:
-                chosen = self._like_leader(field, chosen)
+                chosen = self._like_leader(field, chosen, explicit)
             if chosen:
                 self.vectors[field] = chosen
         if "observations" not in self.vectors:
@@ -52,17 +53,18 @@ class Plan:
         self.used = list(dict.fromkeys([*used, *(name for name in self.scalars.values() if name in names)]))
         self.unused = tuple(name for name in names if name not in self.used and name not in ignore)
 
-    def _like_leader(self, field: str, chosen: list[str]) -> list[str]:
-        """Put successors in the order of the columns that they repeat."""
+    def _like_leader(self, field: str, chosen: list[str], explicit: bool) -> list[str]:
+        """Put successors in the order of the columns that they repeat; unless named, those of columns left out are too."""
         leader = self.vectors.get(_LEADERS[field], [])
         kind, lead = _KINDS[field], _KINDS[_LEADERS[field]]
         mine, theirs = ([_label(name, k) for name in columns] for columns, k in ((chosen, kind), (leader, lead)))
-        if set(mine) == set(theirs):
+        if set(mine) == set(theirs) or (not explicit and set(theirs) <= set(mine)):
             return [chosen[mine.index(label)] for label in theirs]
         if len(mine) == len(theirs) and not all(_family(name) == kind for name in chosen):  # named one by one
             return chosen
         odd = sorted(set(mine) ^ set(theirs))[0]
-        raise InputError(f"{self.source}: columns {kind}_*", f"the same names as {lead}_*", f"a difference in {odd!r}")
+        mend = f"name them with {COLUMNS[field]}" if field in COLUMNS else ""
+        raise InputError(f"{self.source}: columns {kind}_*", f"the same names as {lead}_*", f"a difference in {odd!r}", mend)
 
     @property
     def floats(self) -> list[str]:

@@ -1,0 +1,1 @@
+"""Small files in every format, and the episodes that they hold."""
