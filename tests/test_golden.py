@@ -391,11 +391,17 @@ def test_a_ring_buffer_of_stable_baselines_is_unrolled_oldest_first(keep_next: b
     if keep_next:
         data.next_observations = column(lambda e, t: e.observations[t + 1])
         check(vf.load(data), Case("", says=FLAG, lengths={5: 2, 11: 0}))
-    else:
+    else:  # the newest successor has overwritten the oldest row's state
+        data.observations[pos] = [[0, 0, 0], golden_episodes()[5].observations[2]][::-1]
         loaded = vf.load(data)
-        assert loaded.dropped[LOST] == 3  # two truncations, and the newest row of the environment where it is not terminal
         states = loaded.observations
-        np.testing.assert_array_equal(loaded.next_observations[~loaded.terminated, 0], states[~loaded.terminated, 0] + 1)
+        assert {(0, 0), (6, 0)}.isdisjoint({(int(e), int(t)) for e, t in states[:, 1:]})
+        assert loaded.dropped[LOST] == 2  # the two truncations
+        alive = ~loaded.terminated
+        np.testing.assert_array_equal(loaded.next_observations[alive, 0], states[alive, 0] + 1)
+    data.handle_timeout_termination = False
+    with pytest.raises(vf.InputError, match="terminated_column='dones' if every end is terminal"):
+        vf.load(data)
     del data.dones
     with pytest.raises(vf.InputError, match="terminated and truncated flags"):
         vf.load(data)

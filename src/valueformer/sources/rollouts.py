@@ -28,9 +28,13 @@ _FINAL = ("final_observations", "final_obs", "final_observation", "terminal_obse
 def recognises(arrays: Mapping[str, Any]) -> bool:
     """Whether rewards are (T, E) and observations (T, E, ..) or (T + 1, E, ..)."""
     shapes: dict[str, tuple[int, ...]] = {str(name): getattr(value, "shape", ()) for name, value in arrays.items()}
-    reward: tuple[int, ...] = next((shape for name in ("rewards", "reward") if len(shape := shapes.get(name, ())) == 2), ())
-    state: tuple[int, ...] = next((shape for name in ("observations", "obs") if len(shape := shapes.get(name, ())) >= 2), ())
+    reward = _shape(shapes, "rewards", "reward")
+    state = _shape(shapes, "observations", "obs")
     return len(reward) == 2 <= len(state) and state[1] == reward[1] and (len(state) > 2 or reward[1] > 1)
+
+
+def _shape(shapes: Mapping[str, tuple[int, ...]], *names: str) -> tuple[int, ...]:
+    return next((shapes[name] for name in names if name in shapes), ())
 
 
 def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) -> Rows:
@@ -132,31 +136,38 @@ def is_sb3(data: Any) -> bool:
 def from_sb3(data: Any, options: Options) -> Rows:
     """Return the rows of a Stable-Baselines3 ReplayBuffer, oldest first; time limits are told from terminals by ``timeouts``.
 
-    A RolloutBuffer is refused: it has no such flag, and its rewards at time limits contain a bootstrapped value.
+    A buffer that does not handle time limits needs ``terminated_column="dones"``, which says that every end is terminal. A
+    RolloutBuffer is refused: it has no such flag, and its rewards at time limits contain a bootstrapped value.
     """
     source = f"{type(data).__name__} in memory"
     if not hasattr(data, "dones"):
         mend = "pass the rollout as arrays (T, E): observations, actions, rewards, terminated, truncated, final_observations"
         got = "a buffer without them, whose rewards at time limits hold an estimate of the value"
         raise InputError(source, "terminated and truncated flags", got, mend)
-    oldest, stop = (data.pos, len(data.rewards)) if data.full else (0, data.pos)
+    if not getattr(data, "handle_timeout_termination", True) and options.terminated_column != "dones":
+        mend = "terminated_column='dones' if every end is terminal; else collect with handle_timeout_termination=True"
+        raise InputError(f"{source}: timeouts", "time limits marked", "handle_timeout_termination=False", mend)
+    size, after = len(data.rewards), getattr(data, "next_observations", None)
+    # Without next observations the newest successor lies where the oldest row began, which is lost.
+    first = (data.pos + (after is None)) % size if data.full else 0
+    steps = size - (after is None) if data.full else data.pos
 
-    def ordered(array: Any) -> NDArray[Any]:
-        return np.roll(np.asarray(array), -oldest, axis=0)[:stop]
+    def ordered(array: Any, more: int = 0) -> NDArray[Any]:
+        rows = np.roll(np.asarray(array), -first, axis=0)[: steps + more]
+        return rows.reshape(len(rows), data.n_envs, -1)
 
-    parts = data.observations if isinstance(data.observations, Mapping) else {"": data.observations}
-    after = getattr(data, "next_observations", None)
-    after = after if after is None or isinstance(after, Mapping) else {"": after}
-    envs = data.n_envs
-    timeouts = ordered(data.timeouts).astype(bool) if hasattr(data, "timeouts") else np.zeros((stop, envs), bool)
+    def joined(parts: Any, more: int = 0) -> NDArray[Any]:
+        members = [parts[name] for name in parts] if isinstance(parts, Mapping) else [parts]
+        return np.concatenate([ordered(member, more) for member in members], axis=2)
+
+    timeouts = ordered(data.timeouts)[..., 0].astype(bool)
     arrays = {
-        "observations": np.concatenate([ordered(part).reshape(stop, envs, -1) for part in parts.values()], axis=2),
-        "actions": ordered(data.actions).reshape(stop, envs, -1),
-        "rewards": ordered(data.rewards).reshape(stop, envs),
-        "terminated": ordered(data.dones).reshape(stop, envs).astype(bool) & ~timeouts,
+        "observations": joined(data.observations, more=after is None),
+        "actions": ordered(data.actions),
+        "rewards": ordered(data.rewards)[..., 0],
+        "terminated": ordered(data.dones)[..., 0].astype(bool) & ~timeouts,
         "truncated": timeouts,
     }
     if after is not None:
-        arrays["next_observations"] = np.concatenate([ordered(after[k]).reshape(stop, envs, -1) for k in parts], axis=2)
-    chosen = Options(autoreset=options.autoreset or (None if after is not None else "same-step"))
-    return from_time_major(arrays, chosen, source)
+        arrays["next_observations"] = joined(after)
+    return from_time_major(arrays, Options(autoreset="same-step" if after is None else None), source)
