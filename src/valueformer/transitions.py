@@ -134,8 +134,12 @@ class Transitions:
                 str(successors.shape[1]),
                 "store the same features for s and s'",
             )
-        if self.terminated.any():  # s' := s where no successor exists: never read, but always finite
-            successors = np.where(self.terminated[:, None] & ~np.isfinite(successors), observations, successors)
+        ends = np.flatnonzero(self.terminated)
+        if len(ends) and len(bad := ends[~np.isfinite(successors[ends]).all(axis=1)]):
+            successors = successors.astype(np.result_type(observations, successors))  # a copy
+            successors[bad] = np.where(
+                np.isfinite(successors[bad]), successors[bad], observations[bad]
+            )  # never read, but finite
         dtype = np.result_type(observations, successors)
         self._set("observations", fields.finite("observations", observations).astype(dtype, copy=False))
         self._set("next_observations", fields.finite("next_observations", successors).astype(dtype, copy=False))

@@ -39,7 +39,7 @@ def forward(
 def load(
     rows: Annotated[int, typer.Option(help="Rows of the table.", min=1000)] = 2_000_000,
     columns: Annotated[int, typer.Option(help="Columns of the table, flags and reward included.", min=6)] = 39,
-    block_size: Annotated[int, typer.Option(help="Rows per block.", min=1)] = 65_536,
+    block_size: Annotated[int, typer.Option(help="Rows per block.", min=1)] = 32_768,
     repeats: Annotated[int, typer.Option(help="Timed repeats; medians are reported.", min=1)] = 3,
     out: Annotated[Path | None, typer.Option(help="File to store the JSON result in.")] = None,
     json: Json = False,

@@ -35,7 +35,7 @@ from valueformer.transitions import Transitions
 
 __all__ = ["FORMATS", "Options", "Source", "load", "load_observations", "names"]
 
-BLOCK_SIZE = 65_536
+BLOCK_SIZE = 32_768
 
 _CHOICE = frozenset({"obs_columns", "action_columns"})
 _FLAGS = frozenset({"reward_column", "terminated_column", "truncated_column", "done_column"})
@@ -170,7 +170,7 @@ def _file(path: Path, shown: str, form: str | None, size: int | None, options: O
         raise InputError(
             foreign[0], f"an option that the format {source.name} understands: {usable}", "another", "leave it out"
         )
-    where = {"source": str(path), "form": source.name, "options": options}
+    where = {"source": str(path), "form": source.name, "options": options, "owned": True}
     if size is None:
         return next(_guarded(path, source, lambda: iter([alignment.whole(source.blocks(path, options, None), **where)])))
     return _guarded(path, source, lambda: alignment.stream(_bounded(source, path, options, size), **where, block_size=size))

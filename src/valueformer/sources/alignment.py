@@ -107,19 +107,24 @@ def regroup(parts: Iterable[Rows], block_size: int | None) -> Iterator[Rows]:
         yield _join(pending)
 
 
-def whole(blocks: Iterable[Rows], *, source: str, form: str, options: Options) -> Transitions:
-    """Return all blocks as one Transitions, sorted by episode (in order of appearance) and step where the log names them."""
+def whole(blocks: Iterable[Rows], *, source: str, form: str, options: Options, owned: bool = False) -> Transitions:
+    """Return all blocks as one Transitions, sorted by episode (in order of appearance) and step where the log names them.
+
+    ``owned``: nobody else holds the arrays, so that they need not be copied.
+    """
     rows = _join(list(blocks))
     if not len(rows):
         raise InputError(*(_NOTHING if rows.dropped else _EMPTY))
     rows = _Numbering(options).number(_sorted(_checked(rows)))
-    rows, keep = _with_successors(_finite_only(rows, options), hold=False)
-    if not keep.any():
+    rows = _with_successors(_finite_only(rows, options), hold=False)
+    if not len(rows):
         raise InputError(*_NOTHING)
-    return _transitions(rows if keep.all() else _cut(rows, keep), source, form)
+    return _transitions(rows, source, form, owned)
 
 
-def stream(blocks: Iterable[Rows], *, source: str, form: str, options: Options, block_size: int) -> Iterator[Transitions]:
+def stream(
+    blocks: Iterable[Rows], *, source: str, form: str, options: Options, block_size: int, owned: bool = False
+) -> Iterator[Transitions]:
     """Yield Transitions of at most ``block_size`` rows, whose rows, ids, steps and counts together are those of :func:`whole`.
 
     One row is held back between blocks, since the next one may hold its successor. Episodes must be contiguous, their rows in
@@ -132,19 +137,18 @@ def stream(blocks: Iterable[Rows], *, source: str, form: str, options: Options, 
         rows = _finite_only(rows if held is None else _join([held, rows]), options)
         hold = "next_observations" not in rows.arrays and not final and len(rows) > 0
         held = Rows({name: value[-1:] for name, value in rows.arrays.items()}, rows.obs_names, rows.unused) if hold else None
-        rows, keep = _with_successors(rows, hold)
-        rows = rows if keep.all() else _cut(rows, keep)
+        rows = _with_successors(rows, hold)
         if len(ready) and len(rows):  # what a block without rows has to report goes with the block before it
-            yield _transitions(ready, source, form)
+            yield _transitions(ready, source, form, owned)
             ready = rows
         else:
             ready = _join([ready, rows]) if ready.arrays or ready.dropped else rows
     if not len(ready):
         raise InputError(*(_NOTHING if seen else _EMPTY))
     if len(ready) > block_size:  # with the row held back
-        yield _transitions(_cut(ready, slice(block_size)), source, form)
+        yield _transitions(_cut(ready, slice(block_size)), source, form, owned)
         ready = replace(_cut(ready, slice(block_size, None)), dropped={}, assumed={})
-    yield _transitions(ready, source, form)
+    yield _transitions(ready, source, form, owned)
 
 
 class _Numbering:
@@ -268,29 +272,40 @@ def _finite_only(rows: Rows, options: Options) -> Rows:
     return rows if good.all() else _count(_cut(rows, good), {NONFINITE: int((~good).sum())})
 
 
-def _with_successors(rows: Rows, hold: bool) -> tuple[Rows, Array]:
-    """Return rows with next observations, and which of them to keep: those that have one, or need none.
+def _with_successors(rows: Rows, hold: bool) -> Rows:
+    """Return the rows that have a next observation or need none, with it; the others are counted.
 
     ``hold``: the last row is left out without being counted, since the rows that follow it are yet to come.
     """
     if "next_observations" in rows.arrays or len(rows) == 0:
-        return rows, np.ones(len(rows), bool)
+        return rows
     arrays = dict(rows.arrays)
     states = arrays["observations"] = fields.matrix("observations", arrays["observations"])
     ids = arrays["episode_ids"]
+    twice = (ids[1:] == ids[:-1]) & (np.diff(arrays["steps"]) == 0)
+    if twice.any() and len(odd := np.flatnonzero(twice & (states[1:] != states[:-1]).any(axis=1))):
+        row, mend = int(odd[0]), "give each episode its own id, or store next observations"
+        got = f"step {int(arrays['steps'][row])} of episode {ids[row].item()!r} twice, with different observations"
+        raise InputError("steps", "each step of an episode once", got, mend)
     follower = followers(np.cumsum(np.append(False, ids[1:] != ids[:-1])), arrays["steps"])
     followed, ends = follower >= 0, arrays["truncated"] & ~arrays["terminated"]
     # Where the last row is dropped, the record is cut one row earlier: its flag moves with the cut.
     arrays["truncated"] = arrays["truncated"] | (followed & (ends & ~followed)[follower])
-    arrays["next_observations"] = states[np.where(followed, follower, np.arange(len(rows)))]
     keep = followed | arrays["terminated"]
     lost = int((~keep[:-1] if hold else ~keep).sum())
     if hold:
         keep[-1] = False
-    return _count(replace(rows, arrays=arrays), {LOST: lost} if lost else {}), keep
+    kept = np.flatnonzero(keep)
+    successor = np.where(followed, follower, np.arange(len(rows)))[kept]
+    if len(kept) < len(rows):
+        arrays = {name: value[kept] for name, value in arrays.items()}
+    arrays["next_observations"] = states[successor]
+    return _count(replace(rows, arrays=arrays), {LOST: lost} if lost else {})
 
 
-def _transitions(rows: Rows, source: str, form: str) -> Transitions:
+def _transitions(rows: Rows, source: str, form: str, owned: bool) -> Transitions:
+    for value in rows.arrays.values() if owned else ():
+        value.flags.writeable = False  # else Transitions would copy what nobody else can write to
     return Transitions(
         **rows.arrays,
         obs_names=rows.obs_names,

@@ -161,11 +161,14 @@ def _matrix(columns: Sequence[tuple[str, Any]], source: str) -> NDArray[Any]:
     dtype = np.result_type(*(part.dtype for part in parts))
     out = np.empty((len(parts[0]), sum(part.shape[1] if part.ndim == 2 else 1 for part in parts)), dtype)
     for start in range(0, len(out), _TILE):  # a tile of the row-major result stays in cache while its columns are filled
-        at = 0
+        rows, at = slice(start, start + _TILE), 0
         for part in parts:
-            width = part.shape[1] if part.ndim == 2 else 1
-            out[start : start + _TILE, at : at + width] = part[start : start + _TILE].reshape(-1, width)
-            at += width
+            if part.ndim == 1:
+                out[rows, at] = part[rows]
+                at += 1
+            else:
+                out[rows, at : at + part.shape[1]] = part[rows]
+                at += part.shape[1]
     return out
 
 
