@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import valueformer as vf
+from valueformer import cli
 
 torch.set_num_threads(1)  # the matrices are small, and workers share the cores
 
@@ -51,3 +54,20 @@ def walk(
 @pytest.fixture
 def context() -> vf.Transitions:
     return walk(0)
+
+
+class Outcome:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def call(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["valueformer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(int(exit_.value.code or 0), captured.out, captured.err)
+
+    return call

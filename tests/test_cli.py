@@ -15,24 +15,6 @@ import pytest
 
 import valueformer as vf
 from tests.conftest import walk
-from valueformer import cli
-
-
-class Outcome:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def call(*arguments: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["valueformer", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        return Outcome(int(exit_.value.code or 0), captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture

@@ -69,11 +69,15 @@ def collect(
     scheme, _, name = simulator.partition(":")
     options: dict[str, Any] = {"policy": policy, "noise": noise, "goals": goals, "seed": seed, "max_steps": max_steps}
     request = Request(scheme=scheme, name=name, episodes=episodes, **options)
-    writing(
-        f"--out {out}",
-        "a folder that can be written to",
-        lambda: with_progress("collecting", lambda report: run(request, out, workers=workers, progress=report)),
-    )
+    try:
+        writing(
+            f"--out {out}",
+            "a folder that can be written to",
+            lambda: with_progress("collecting", lambda report: run(request, out, workers=workers, progress=report)),
+        )
+    except KeyboardInterrupt:
+        sys.stderr.write("finished episodes are kept; the same command goes on from there\n")
+        raise
     report = load(out).validate()
     if json:
         sys.stdout.write(to_json(report.to_dict()))

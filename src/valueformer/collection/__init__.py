@@ -24,7 +24,7 @@ from valueformer.errors import InputError
 from valueformer.files import write_atomically, write_text
 from valueformer.writers import Record, box, check_new, dataset_id, write_minari
 
-__all__ = ["Request", "collect", "run"]
+__all__ = ["Request", "collect", "play", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,10 @@ class Request:
             raise InputError("--goals", f"at most the number of episodes, {self.episodes}", str(self.goals))
         if self.policy is None:
             object.__setattr__(self, "policy", "scripted" if self.scheme == "metaworld" else "random")
-        if self.policy == "random" and self.noise_sd:
+        sd = self.noise_sd
+        if self.noise not in NOISE:
+            object.__setattr__(self, "noise", sd)  # "0" and 0.0 are one request
+        if self.policy == "random" and sd:
             raise InputError("--noise", "no noise on random actions", str(self.noise), "choose a policy, or leave it out")
 
     @property
@@ -136,8 +139,13 @@ def run(
     missing = [i for i in range(request.episodes) if not _part(partial, i).is_file()]
     kept = request.episodes - len(missing)
     progress(kept, request.episodes)
-    for count, _ in enumerate(_work(request, partial, missing, workers), start=1):
-        progress(kept + count, request.episodes)
+    try:
+        for count, _ in enumerate(_work(request, partial, missing, workers), start=1):
+            progress(kept + count, request.episodes)
+    except BaseException:
+        if not any(partial.glob("episode_*.npz")):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     records = (_read(_part(partial, i), request.goal(i)) for i in range(request.episodes))
     write_minari(folder, records, _metadata(request, first, _read(_part(partial, 0), 0)))
     shutil.rmtree(partial, ignore_errors=True)
@@ -183,22 +191,24 @@ def _quiet() -> None:
 
 
 def _one(request: Request, partial: Path, episode: int) -> int:
+    _write(_part(partial, episode), play(request, episode))
+    return episode
+
+
+def play(request: Request, episode: int) -> Episode:
+    """Return one episode of a request; no other episode has any part in it."""
     simulator = _simulator(request.scheme, request.name, request.goal(episode))
-    random = request.stream(episode)
     reset = int.from_bytes(generator("reset", request.name, request.seed, episode).bytes(4), "little") >> 1
+    policy, limit = _policy(request), _limit(request, simulator)
     try:
-        found = rollout(
-            simulator, _policy(request), noise=request.noise_sd, max_steps=_limit(request, simulator), seed=reset, random=random
-        )
+        random = request.stream(episode)
+        return rollout(simulator, policy, noise=request.noise_sd, max_steps=limit, seed=reset, random=random)
     except InputError:
         raise
     except Exception as error:  # a policy or an environment of somebody else's
+        what = f"{request.scheme}:{request.name}, policy {request.policy}"
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise InputError(
-            f"{request.scheme}:{request.name}, policy {request.policy}", "an episode", got, "check the policy"
-        ) from error
-    _write(_part(partial, episode), found)
-    return episode
+        raise InputError(what, "an episode", got, "check the policy") from error
 
 
 @lru_cache(maxsize=4)

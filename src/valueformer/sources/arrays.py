@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -65,7 +66,9 @@ class Plan:
 def from_arrays(arrays: Mapping[str, Any], options: Options, source: str) -> Rows:
     """Return the rows of a mapping of arrays; None values are as good as absent. Raises InputError as :class:`Plan` does."""
     present = {str(name): value for name, value in arrays.items() if value is not None}
-    return Plan(list(present), options, source).rows(present)
+    labels = present.pop("obs_names", None)
+    rows = Plan(list(present), options, source).rows(present)
+    return rows if labels is None else replace(rows, obs_names=tuple(map(str, np.atleast_1d(as_array(labels)).tolist())))
 
 
 def as_array(value: Any) -> NDArray[Any]:
