@@ -376,6 +376,16 @@ def test_logs_in_memory_are_aligned(name: str) -> None:
     check(vf.load(make()), case)
 
 
+def test_an_option_that_would_be_ignored_is_refused() -> None:
+    message = "expected an option that the format"
+    with pytest.raises(vf.InputError, match=f"autoreset: {message} arrays"):
+        vf.load(flat(), autoreset="same-step")
+    with pytest.raises(vf.InputError, match=f"reward_column: {message} d3rlpy-buffer"):
+        vf.load(buffer(), reward_column="r")
+    with pytest.raises(vf.InputError, match=f"step_column: {message} tensordict"):
+        vf.load(tensordict(), step_column="t")
+
+
 @pytest.mark.parametrize("keep_next", [True, False])
 def test_a_ring_buffer_of_stable_baselines_is_unrolled_oldest_first(keep_next: bool) -> None:
     """A stand-in with the attributes of its ReplayBuffer: two environments, a full ring whose oldest row is row 3."""

@@ -30,17 +30,14 @@ from valueformer.sources import (
     tables,
 )
 from valueformer.sources.alignment import Rows
-from valueformer.sources.options import Options
+from valueformer.sources.options import CHOICE, MEANING, TABLE, Options
 from valueformer.transitions import Transitions
 
 __all__ = ["FORMATS", "Options", "Source", "load", "load_observations", "names"]
 
 BLOCK_SIZE = 32_768
 
-_CHOICE = frozenset({"obs_columns", "action_columns"})
-_FLAGS = frozenset({"reward_column", "terminated_column", "truncated_column", "done_column"})
-_COLUMNS = _CHOICE | _FLAGS | {"next_obs_columns", "episode_column", "step_column", "max_episode_steps"}
-_ALWAYS = frozenset({"drop_nonfinite"})
+_PLAIN = frozenset({"drop_nonfinite"})
 
 
 @dataclass(frozen=True)
@@ -50,26 +47,26 @@ class Source:
     name: str
     recognises: Callable[[Path], bool]
     blocks: Callable[[Path, Options, int | None], Iterator[Rows]]
-    accepts: frozenset[str] = _ALWAYS
+    accepts: frozenset[str] = _PLAIN
 
 
 FORMATS = (
-    Source("minari-hdf5", minari.recognises, minari.blocks, _ALWAYS | _CHOICE),
-    Source("minari-arrow", minari.recognises_partitions, minari.partition_blocks, _ALWAYS | _CHOICE),
+    Source("minari-hdf5", minari.recognises, minari.blocks, CHOICE),
+    Source("minari-arrow", minari.recognises_partitions, minari.partition_blocks, CHOICE),
     Source("d3rlpy-v2", d3rlpy.recognises, d3rlpy.blocks),
-    Source("d3rlpy-v1", d3rlpy.recognises_v1, d3rlpy.v1_blocks, _ALWAYS | {"max_episode_steps"}),
-    Source("d4rl", d4rl.recognises, d4rl.blocks, _ALWAYS | _COLUMNS),
-    Source("hdf5", d4rl.recognises_arrays, d4rl.flat_blocks, _ALWAYS | _COLUMNS),
-    Source("npz", npz.recognises, npz.blocks, _ALWAYS | _COLUMNS | {"autoreset"}),
-    Source("lerobot", lerobot.recognises, lerobot.blocks, _ALWAYS | _CHOICE | _FLAGS),
-    Source("rlds-records", rlds.recognises_records, rlds.record_blocks, _ALWAYS | _CHOICE),
-    Source("rlds-table", rlds.recognises_table, rlds.table_blocks, _ALWAYS | _CHOICE),
+    Source("d3rlpy-v1", d3rlpy.recognises_v1, d3rlpy.v1_blocks, _PLAIN | {"max_episode_steps"}),
+    Source("d4rl", d4rl.recognises, d4rl.blocks, TABLE),
+    Source("hdf5", d4rl.recognises_arrays, d4rl.flat_blocks, TABLE),
+    Source("npz", npz.recognises, npz.blocks, TABLE | {"autoreset"}),
+    Source("lerobot", lerobot.recognises, lerobot.blocks, CHOICE | MEANING),
+    Source("rlds-records", rlds.recognises_records, rlds.record_blocks, CHOICE),
+    Source("rlds-table", rlds.recognises_table, rlds.table_blocks, CHOICE),
 )
 # Any table is one of steps, unless its columns are those of a format above; text is recognised by elimination.
 TABLES = (
-    Source("parquet", columns.is_parquet, tables.blocks, _ALWAYS | _COLUMNS),
-    Source("arrow", columns.is_arrow, tables.blocks, _ALWAYS | _COLUMNS),
-    Source("csv", columns.is_text, tables.blocks, _ALWAYS | _COLUMNS),
+    Source("parquet", columns.is_parquet, tables.blocks, TABLE),
+    Source("arrow", columns.is_arrow, tables.blocks, TABLE),
+    Source("csv", columns.is_text, tables.blocks, TABLE),
 )
 _BY_NAME = {source.name: source for source in (*FORMATS, *TABLES)}
 SCHEMES: Mapping[str, Callable[[str], Transitions | Path]] = {
@@ -165,11 +162,7 @@ def load(
 def _file(path: Path, shown: str, form: str | None, size: int | None, options: Options) -> Transitions | Iterator[Transitions]:
     path = _existing(path, shown)
     source = _recognised(path, shown, form)
-    if foreign := [name for name in options.given() if name not in source.accepts]:
-        usable = ", ".join(sorted(source.accepts))
-        raise InputError(
-            foreign[0], f"an option that the format {source.name} understands: {usable}", "another", "leave it out"
-        )
+    options.check(source.accepts, source.name)
     where = {"source": str(path), "form": source.name, "options": options, "owned": True}
     if size is None:
         return next(_guarded(path, source, lambda: iter([alignment.whole(source.blocks(path, options, None), **where)])))

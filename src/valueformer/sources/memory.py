@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from valueformer.sources import d3rlpy, hdf5, rollouts, tables
 from valueformer.sources.alignment import PADDING, Rows
 from valueformer.sources.arrays import as_array, from_arrays
 from valueformer.sources.columns import Table
-from valueformer.sources.options import Options, resolve
+from valueformer.sources.options import CHOICE, MEANING, TABLE, Options, resolve
 
 __all__ = ["KINDS", "rows"]
 
@@ -23,27 +23,41 @@ _COLLECTOR = "collector/"
 _NEXT = "next/"
 
 
+_ACCEPTS = {
+    "tensordict": CHOICE | MEANING,
+    "rollout": TABLE | {"autoreset"},
+    "d3rlpy-buffer": frozenset({"drop_nonfinite"}),
+    "sb3-buffer": frozenset({"drop_nonfinite", "terminated_column"}),
+}
+
+
 def rows(data: Any, options: Options) -> tuple[str, str, Iterable[Rows]]:
     """Return the source's description, the name of its format, and its rows; raises InputError for anything else."""
-    source = f"{type(data).__name__} in memory"
-    if (hasattr(data, "batch_size") and hasattr(data, "keys")) or (
-        isinstance(data, Mapping) and hasattr(data.get("next"), "keys")
-    ):
-        return source, "tensordict", [_tensordict(data, options, source)]
-    if isinstance(data, Mapping):
-        read = rollouts.from_time_major if rollouts.recognises(data) else from_arrays
-        return "memory", "rollout" if read is not from_arrays else "arrays", [read(data, options, "memory")]
+    form = _form(data)
+    options.check(_ACCEPTS.get(form, TABLE), form)
+    source = "memory" if form in ("arrays", "rollout") else f"{type(data).__name__} in memory"
+    return source, form, _READERS[form](data, options, source)
+
+
+def _form(data: Any) -> str:
+    """Tell what an object is by what it can do."""
+    if isinstance(data, Mapping) or (hasattr(data, "batch_size") and hasattr(data, "keys")):
+        if hasattr(data, "batch_size") or hasattr(data.get("next"), "keys"):
+            return "tensordict"
+        return "rollout" if rollouts.recognises(data) else "arrays"
     if d3rlpy.is_buffer(data):
-        return source, "d3rlpy-buffer", d3rlpy.from_buffer(data)
+        return "d3rlpy-buffer"
     if rollouts.is_sb3(data):
-        return source, "sb3-buffer", [rollouts.from_sb3(data, options)]
-    if hasattr(data, "to_arrow"):  # polars
-        data = data.to_arrow()
-    if hasattr(data, "column_names"):
-        return source, "table", tables.in_memory(Table(data, source), options, None)
+        return "sb3-buffer"
+    if hasattr(data, "to_arrow") or hasattr(data, "column_names"):
+        return "table"
     if hasattr(data, "columns"):
-        return source, "frame", [tables.frame(data, options)]
+        return "frame"
     raise InputError("data", f"a path, Transitions, or a {', '.join(KINDS)}", type(data).__name__)
+
+
+def _table(data: Any, options: Options, source: str) -> Iterable[Rows]:
+    return tables.in_memory(Table(data.to_arrow() if hasattr(data, "to_arrow") else data, source), options, None)
 
 
 def _tensordict(data: Any, options: Options, source: str) -> Rows:
@@ -110,3 +124,14 @@ def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
         elif value is not None and hasattr(value, "shape"):
             found[f"{prefix}{name}"] = value
     return found
+
+
+_READERS: dict[str, Callable[[Any, Options, str], Iterable[Rows]]] = {
+    "arrays": lambda data, options, source: [from_arrays(data, options, source)],
+    "rollout": lambda data, options, source: [rollouts.from_time_major(data, options, source)],
+    "tensordict": lambda data, options, source: [_tensordict(data, options, source)],
+    "d3rlpy-buffer": lambda data, options, source: d3rlpy.from_buffer(data),
+    "sb3-buffer": lambda data, options, source: [rollouts.from_sb3(data, options)],
+    "table": _table,
+    "frame": lambda data, options, source: [tables.frame(data, options)],
+}

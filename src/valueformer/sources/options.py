@@ -10,8 +10,12 @@ from typing import Any
 
 from valueformer.errors import InputError
 
-__all__ = ["COLUMNS", "FLAGS", "NONE", "Options", "natural", "resolve"]
+__all__ = ["CHOICE", "COLUMNS", "FLAGS", "MEANING", "NONE", "TABLE", "Options", "natural", "resolve"]
 
+CHOICE = frozenset({"obs_columns", "action_columns", "drop_nonfinite"})
+MEANING = frozenset({"reward_column", "terminated_column", "truncated_column", "done_column"})
+TABLE = CHOICE | MEANING | {"next_obs_columns", "episode_column", "step_column", "max_episode_steps"}
+"""Options that formats understand: which parts of a space; which column is what; all of those of a table."""
 NONE = "none"
 """As a column name: there is no such event in this task."""
 
@@ -82,6 +86,12 @@ class Options:
     def given(self) -> list[str]:
         """Return the names of the options that were set."""
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+
+    def check(self, accepted: frozenset[str], form: str) -> None:
+        """Raise InputError for an option that a format does not understand: ignored, it would mislead."""
+        if foreign := [name for name in self.given() if name not in accepted]:
+            usable = ", ".join(sorted(accepted)) or "none"
+            raise InputError(foreign[0], f"an option that the format {form} understands: {usable}", "another", "leave it out")
 
     def select(self, option: str, names: Sequence[str], source: str, taken: Iterable[str] = ()) -> list[str] | None:
         """Return the names that the patterns of ``option`` choose, numbered ones in numeric order; None if it is not set.
