@@ -6,7 +6,7 @@ and one value function per (task, noise) is the right thing to estimate.
 
 Usage::
 
-    pip install metaworld==3.1.1 packaging   # gymnasium 1.4 imports packaging without declaring it
+    pip install '.[metaworld]' metaworld==3.1.1 mujoco==3.3.0 gymnasium==1.4.0 numpy==2.4.6
     python tools/make_samples.py
 
 The same package versions on the same platform reproduce the files byte for byte: every draw is seeded
@@ -20,9 +20,7 @@ import hashlib
 import io
 import itertools
 import json
-import os
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +28,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
-from metaworld.policies import ENV_POLICY_MAP
+from rich.progress import track
+
+from valueformer.collection import Request, play
+from valueformer.collection.rollout import NOISE
+from valueformer.files import write_atomically, write_text
 
 TASKS = ("pick-place-v3", "pick-place-wall-v3", "shelf-place-v3", "plate-slide-v3", "button-press-v3")
-NOISE = {"high": 1.0, "medium": 0.5, "low": 0.1}
 EPISODES = 10
 HORIZON = 200
 MIN_SAW_REWARD = 3
@@ -90,44 +91,19 @@ class Sample(NamedTuple):
         return flat | {"lengths": np.array([len(e.rewards) for e in self.episodes], dtype=np.int32)}
 
 
-def noise_generator(task: str, noise: str, goal_seed: int, episode: int) -> np.random.Generator:
-    """A stream that depends on the episode's name only, not on the order of collection.
-
-    The goal seed is part of the name because high noise decides the outcome more than the goal does: with
-    the same ten streams for every goal, a search could fail on all of them.
-    """
-    digest = hashlib.sha256(f"{task}/{noise}/{goal_seed}/{episode}".encode()).digest()
-    return np.random.default_rng(int.from_bytes(digest[:8], "little"))
-
-
-def rollout(env: Any, task: str, noise: str, goal_seed: int, episode: int) -> Episode:
-    """Run one episode of the noisy scripted policy and record the actions really executed."""
-    make_policy: Any = ENV_POLICY_MAP[task]  # annotated as the abstract base
-    policy = make_policy()
-    disturbance = NOISE[noise] * noise_generator(task, noise, goal_seed, episode).standard_normal((HORIZON, 4))
-    observation, _ = env.reset()
-    observations, actions, rewards, success = [observation], [], [], []
-    for offset in disturbance:
-        action = np.clip(np.clip(policy.get_action(observation), -1.0, 1.0) + offset, -1.0, 1.0).astype(np.float32)
-        observation, reward, _, _, info = env.step(action)
-        observations.append(observation)
-        actions.append(action)
-        rewards.append(reward)
-        success.append(info["success"])
-    f32 = np.float32
-    return Episode(np.array(observations, f32), np.array(actions), np.array(rewards, f32), np.array(success, bool))
-
-
 def collect(task: str, noise: str, goal_seed: int) -> Sample:
-    """Run the ten episodes of one file from the goal that ``goal_seed`` draws."""
+    """Play the ten episodes of one file from the goal that ``goal_seed`` draws, as ``valueformer collect`` does."""
+    request = Request(scheme="metaworld", name=task, episodes=EPISODES, noise=noise, seed=goal_seed, max_steps=HORIZON)
     make_env: Any = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"]  # annotated without its seed
     env = make_env(seed=goal_seed)
-    try:
-        rand_vec = [float(x) for x in env._last_rand_vec]  # MetaWorld has no public accessor
-        episodes = [rollout(env, task, noise, goal_seed, i) for i in range(EPISODES)]
-        return Sample(task, noise, goal_seed, rand_vec, episodes)
-    finally:
-        env.close()
+    rand_vec = [float(x) for x in env._last_rand_vec]  # MetaWorld has no public accessor
+    env.close()
+    f32 = np.float32
+    episodes = [
+        Episode(e.observations[""], e.actions[""], e.rewards.astype(f32), e.infos["success"][1:].astype(bool))
+        for e in (play(request, number) for number in range(EPISODES))
+    ]
+    return Sample(task, noise, goal_seed, rand_vec, episodes)
 
 
 def collect_task(task: str) -> Iterator[Sample]:
@@ -159,19 +135,12 @@ def check(sample: Sample) -> None:
             raise ValueError(f"{sample.task}, {sample.noise} noise: not kept: {'; '.join(broken)}")
 
 
-def write_atomically(path: Path, payload: bytes) -> None:
-    """A reader, or a run cut short, never sees half a file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(payload)
-    os.replace(temporary, path)
-
-
 def save(sample: Sample, out: Path) -> dict[str, Any]:
     """Write one file and return its manifest entry."""
     arrays, buffer = sample.arrays(), io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     path, payload = out / f"{sample.task}_{sample.noise}.npz", buffer.getvalue()
-    write_atomically(path, payload)
+    write_atomically(path, lambda temporary: temporary.write_bytes(payload))
     return {
         "file": path.name,
         "task": sample.task,
@@ -201,27 +170,15 @@ def summary(sample: Sample, entry: dict[str, Any]) -> str:
     )
 
 
-def progress(items: Iterable[Sample], total: int) -> Iterable[Sample]:
-    """Show a bar where rich is installed; the table alone says enough where it is not."""
-    try:
-        from rich.progress import track
-    except ImportError:
-        return items
-    return track(items, description="Collecting", total=total)
-
-
 def main() -> None:
     """Collect, check and save all fifteen files, then the manifest."""
     parser = argparse.ArgumentParser(description="Collect the MetaWorld episodes bundled with the package.")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write to (default: %(default)s)")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    # The scripted policies warn on every step that exceeds the action range, which we clip ourselves.
-    warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
-
     print("task               noise   goal  saw  end   r min  r mean   r max  G start   G mean      kB", flush=True)
     files = []
-    for sample in progress(itertools.chain.from_iterable(map(collect_task, TASKS)), len(TASKS) * len(NOISE)):
+    for sample in track(itertools.chain.from_iterable(map(collect_task, TASKS)), total=len(TASKS) * len(NOISE)):
         check(sample)
         files.append(save(sample, out))
         print(summary(sample, files[-1]), flush=True)
@@ -233,7 +190,7 @@ def main() -> None:
         "noise_rule": NOISE_RULE,
         "files": files,
     }
-    write_atomically(out / "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
+    write_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     print(f"{len(files)} files, {sum(f['bytes'] for f in files) / 1e6:.2f} MB")
 
 
