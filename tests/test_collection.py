@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import valueformer as vf
+from tests.conftest import FULL
 from valueformer import collection
+from valueformer.collection import simulators
 from valueformer.collection.rollout import generator
 from valueformer.sources import samples
 from valueformer.transitions import Transitions
@@ -318,3 +320,14 @@ def test_inspect_draws_what_it_says(run, logs: dict[str, Path], tmp_path: Path) 
     assert sum(drawn["rewards"]["count"]) == len(data)
     np.testing.assert_allclose(drawn["features"]["quantiles"][2], np.median(data.observations, axis=0), rtol=1e-5)
     assert (tmp_path / "seen" / "inspection.png").stat().st_size > 10_000
+
+
+def test_every_task_has_a_policy_that_plays() -> None:
+    """All fifty in the full run, five of them otherwise."""
+    names = simulators.tasks()
+    assert len(names) == 50
+    for name in names if FULL else names[::11]:
+        found = collection.play(collection.Request(scheme="metaworld", name=name, episodes=1, noise=0.3, max_steps=5), 0)
+        assert found.observations[""].shape == (6, 39)
+        assert np.isfinite(found.rewards).all()
+        assert np.abs(found.actions[""]).max() <= 1
