@@ -331,3 +331,72 @@ def test_every_task_has_a_policy_that_plays() -> None:
         assert found.observations[""].shape == (6, 39)
         assert np.isfinite(found.rewards).all()
         assert np.abs(found.actions[""]).max() <= 1
+
+
+OTHERS = """
+import sys
+import numpy as np
+def edits(observation):
+    observation -= 1000
+    return 0
+def says(observation):
+    print("hello")
+    return 1
+def half(observation):
+    return 0.7
+def leaves(observation):
+    sys.exit(7)
+def greedy(observation, epsilon=0.1):
+    assert epsilon == 0.1
+    return 1
+"""
+
+
+def test_policies_that_do_what_they_should_not(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other_policy.py").write_text(OTHERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    simulator = "gymnasium:CartPole-v1"
+    vf.collect(simulator, "edited", episodes=2, policy="other_policy:edits")
+    assert np.abs(vf.load("edited").observations).max() < 10  # what was seen, not what the policy made of it
+    vf.collect(simulator, "greedy", episodes=1, policy="other_policy:greedy")
+    outcome = run("collect", simulator, "--episodes", "1", "--policy", "other_policy:says", "--out", "said", "--json")
+    assert json.loads(outcome.out)["n_episodes"] == 1
+    for name, message in (("half", "an action in Discrete"), ("leaves", "SystemExit: 7")):
+        outcome = run("collect", simulator, "--episodes", "1", "--policy", f"other_policy:{name}", "--out", "x")
+        assert (outcome.code, message in outcome.err, outcome.err.count("\n")) == (2, True, 1)
+
+
+def test_an_interrupted_run_is_not_mixed_with_another_version_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "edited_policy.py").write_text("def act(observation):\n    return 0\n")
+    request = collection.Request(scheme="gymnasium", name="CartPole-v1", policy="edited_policy:act", episodes=3)
+
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collection.run(request, tmp_path / "log", progress=stop)
+    (tmp_path / "edited_policy.py").write_text("def act(observation):\n    return 1  # longer than it was\n")
+    importlib.reload(sys.modules["edited_policy"])
+    with pytest.raises(vf.InputError, match="an interrupted run of another one"):
+        collection.run(request, tmp_path / "log")
+
+
+def test_devices_and_odd_paths_are_left_alone(run, logs: dict[str, Path], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path / "pipe", tmp_path / ("a" * 300)):
+        outcome = run("convert", logs["cartpole"], "--to", "npz", "--out", out)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert (tmp_path / "pipe").is_fifo()
+    assert run("convert", logs["cartpole"], "--to", "parquet", "--out", str(tmp_path / "bad\udcff.parquet")).code in (0, 2)
+    outcome = run("inspect", logs["cartpole"], "--max-episode-steps", "0")
+    assert (outcome.code, "max_episode_steps" in outcome.err) == (2, True)
+    outcome = run("collect", "gymnasium:CartPole-v1", "--seed", "99999999999999999999", "--out", tmp_path / "x")
+    assert (outcome.code, "--seed" in outcome.err) == (2, True)

@@ -54,9 +54,7 @@ def bomb(path: Path, form: str) -> Path:
 def test_a_bomb_is_refused_by_the_limit(form: str, tmp_path: Path) -> None:
     path = bomb(tmp_path / "log", form)
     assert path.stat().st_size < MIB / 4
-    with pytest.raises(
-        vf.InputError, match=r"at most 0\.000977 GiB when unpacked, got .* GiB; stream it .* VALUEFORMER_MAX_BYTES"
-    ):
+    with pytest.raises(vf.InputError, match=r"at most 0\.000977 GiB when unpacked, got .* GiB; .*VALUEFORMER_MAX_BYTES"):
         vf.load(path)
 
 

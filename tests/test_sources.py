@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "done beside terminated": (write_bytes("a.csv", b"obs_0,reward,terminated,done\n1,0,0,1\n2,0,0,1\n"), "done: expected the flags"),
     "duplicate names": (write_bytes("a.csv", b"obs_0,obs_0,reward,terminated\n1,2,0,0\n"), "'obs_0' 2 times"),
     "missing string id": (write_bytes("a.csv", b"obs_0,reward,terminated,episode_id\n1,0,0,a\n2,0,0,\n"), "episode_ids: expected an id in every row"),
-    "ids beyond int64": (write_bytes("a.csv", b"obs_0,reward,terminated,episode_id\n1,0,0,9223372036854775809\n2,0,0,9223372036854775810\n"), "store|whole numbers"),
+    "ids beyond int64": (write_bytes("a.csv", b"obs_0,reward,terminated,episode_id\n1,0,0,9223372036854775809\n2,0,0,9223372036854775810\n"), "no row with a successor"),
     "ragged lists": (lambda p: pyarrow.parquet.write_table(pa.table({"obs": [[1.0], [1.0, 2.0]], "reward": [0.0, 0.0], "terminated": [0, 1]}), p / "a.parquet") or p / "a.parquet", "column obs: expected numbers, or lists of one length"),
     "times": (lambda p: pyarrow.parquet.write_table(pa.table({"obs_0": pa.array([1, 2], pa.duration("s")), "reward": [0.0, 0.0], "terminated": [0, 1]}), p / "a.parquet") or p / "a.parquet", "column obs_0: expected numbers, got times"),
     "null ids": (lambda p: pyarrow.parquet.write_table(pa.table({"obs_0": [1.0, 2.0], "reward": [0.0, 0.0], "terminated": [0, 1], "episode_id": pa.nulls(2)}), p / "a.parquet") or p / "a.parquet", "episode_ids"),

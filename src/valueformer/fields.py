@@ -63,11 +63,20 @@ def vector(name: str, value: Any) -> Array:
 
 def flags(name: str, value: Any) -> Array:
     """Return booleans from flags stored as booleans or as 0 and 1."""
-    array = vector(name, value)
+    array = vector(name, _flags_from_text(np.asarray(value)))
     odd = np.flatnonzero(~np.isin(array, (0, 1)))
     if len(odd):
         raise InputError(name, "flags, true or false", f"the value {array[odd[0]]:g} at row {odd[0]}")
     return array.astype(bool)
+
+
+def _flags_from_text(array: Array) -> Array:
+    """Return flags written as ``true`` and ``false`` (in any case), ``1`` and ``0``; anything else as it is."""
+    if array.dtype.kind not in "OU":
+        return array
+    known = {"true": True, "false": False, "1": True, "0": False}
+    words = [known.get(v.strip().lower()) if isinstance(v, str) else v if isinstance(v, bool) else None for v in array.flat]
+    return array if None in words else np.array(words, bool).reshape(array.shape)
 
 
 def whole(name: str, value: Any) -> NDArray[np.int64]:

@@ -12,6 +12,8 @@ __all__ = ["write_atomically", "write_text"]
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it: a reader never sees half a file."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"not a regular file: {path}")  # renaming would replace a device or a pipe
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     os.close(handle)

@@ -60,7 +60,12 @@ def export(data: Transitions, form: str, path: Path) -> None:
         names = {} if data.obs_names is None else {"obs_names": np.array(data.obs_names)}
         write_atomically(path, lambda file: _savez(file, arrays | names))
     else:
-        write_atomically(path, lambda file: pyarrow.parquet.write_table(_table(data), file))
+        write_atomically(path, lambda file: _write_table(_table(data), file))
+
+
+def _write_table(table: pa.Table, path: Path) -> None:
+    with path.open("wb") as file:  # Arrow takes no path whose bytes are not text
+        pyarrow.parquet.write_table(table, file, write_page_checksum=True)
 
 
 def _savez(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -111,6 +116,8 @@ def box(array: Array, low: float | None = None, high: float | None = None) -> di
 
 def check_new(path: Path, what: str = "--out") -> None:
     """Raise InputError unless a folder can be made at ``path``: it must not exist, or be empty."""
+    if path.resolve() == Path.cwd() or not path.name:
+        raise InputError(f"{what} {path}", "a new folder", "the one at work in", "name a folder inside it")
     try:
         taken = path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
         parent = next(p for p in path.absolute().parents if p.exists())

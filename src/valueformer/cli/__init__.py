@@ -5,6 +5,7 @@ Exit 0: done. Exit 1: a result whose status is diverged or singular. Exit 2: bad
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -49,10 +50,14 @@ def main() -> None:
     """Run the command line; bad usage and bad input end in one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except _UsageError as error:
         code = _fail(error.format_message())
     except (InputError, MissingExtraError) as error:
         code = _fail(str(error))
+    except OSError as error:  # standard output: a full disk, or a closed pipe
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else the interpreter tries once more to flush it, and fails
+        code = _fail(f"standard output: {error.strerror or error}")
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
     if code == _INTERRUPTED:

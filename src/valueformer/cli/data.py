@@ -103,8 +103,8 @@ def convert(
         raise InputError("--to", f"one of {', '.join(FORMATS)}", repr(to))
     if to != "minari":
         check_out(out.absolute().parent, ())
-        if out.is_dir():
-            raise InputError(f"--out {out}", "a file", "a folder", "name a file in it")
+        if writing(f"--out {out}", "a file", lambda: out.exists() and not out.is_file()):
+            raise InputError(f"--out {out}", "a file", "a folder or a device", "name a file in it")
     transitions = load(data, **reading)
     writing(f"--out {out}", "a path that can be written to", lambda: export(transitions, to, out))
     document = {"source": transitions.source, "format": to, "out": str(out), "n_transitions": len(transitions)}

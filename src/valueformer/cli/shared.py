@@ -61,7 +61,7 @@ def data_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def wrapped(**arguments: Any) -> Any:
-        reading = {name: value for name in _OPTIONS if (value := arguments.pop(name)) not in (None, False)}
+        reading = {name: value for name in _OPTIONS if (value := arguments.pop(name)) is not None and value is not False}
         return command(**arguments, reading=reading)
 
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "reading"]

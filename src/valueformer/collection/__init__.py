@@ -8,9 +8,12 @@ import math
 import multiprocessing
 import shutil
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -54,8 +57,10 @@ class Request:
             raise InputError("simulator", "gymnasium:ENV_ID or metaworld:TASK", got)
         for field, least in (("episodes", 1), ("goals", 1), ("seed", 0), ("max_steps", 1)):
             value = getattr(self, field)
-            if not (value is None and field == "max_steps") and (not isinstance(value, int) or value < least):
-                raise InputError(f"--{field.replace('_', '-')}", f"a whole number >= {least}", repr(value))
+            if value is None and field == "max_steps":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+                raise InputError(f"--{field.replace('_', '-')}", f"a whole number >= {least} and < 2^31", repr(value))
         if self.goals > 1 and self.scheme != "metaworld":
             raise InputError("--goals", "1: only metaworld: tasks have goals", str(self.goals), "vary --seed instead")
         if self.goals > self.episodes:
@@ -91,7 +96,9 @@ class Request:
 
     def document(self) -> dict[str, Any]:
         """Return everything on which the collected log depends."""
-        return dataclasses.asdict(self) | {"versions": simulators.versions(self.scheme)}
+        document = dataclasses.asdict(self) | {"versions": simulators.versions(self.scheme)}
+        digest = simulators.policy_digest(str(self.policy))
+        return document if digest is None else document | {"policy_sha256": digest}
 
 
 def collect(
@@ -169,7 +176,8 @@ def _work(request: Request, partial: Path, missing: list[int], workers: int) -> 
     # "spawn": forking a process that runs threads (torch's, MuJoCo's) can deadlock
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context, initializer=_quiet) as pool:
-        pending = {pool.submit(_one, request, partial, episode) for episode in missing}
+        with _deaf():
+            pending = {pool.submit(_one, request, partial, episode) for episode in missing}
         try:
             while pending:
                 finished, pending = wait(pending, timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -190,6 +198,19 @@ def _quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends its workers after their episode
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore Ctrl-C while workers are started, which inherit that; a signal in between would hit them half-imported."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _one(request: Request, partial: Path, episode: int) -> int:
     _write(_part(partial, episode), play(request, episode))
     return episode
@@ -201,11 +222,12 @@ def play(request: Request, episode: int) -> Episode:
     reset = int.from_bytes(generator("reset", request.name, request.seed, episode).bytes(4), "little") >> 1
     policy, limit = _policy(request), _limit(request, simulator)
     try:
-        random = request.stream(episode)
-        return rollout(simulator, policy, noise=request.noise_sd, max_steps=limit, seed=reset, random=random)
+        with redirect_stdout(sys.stderr):  # what somebody's policy prints is no part of the answer
+            random = request.stream(episode)
+            return rollout(simulator, policy, noise=request.noise_sd, max_steps=limit, seed=reset, random=random)
     except InputError:
         raise
-    except Exception as error:  # a policy or an environment of somebody else's
+    except (Exception, SystemExit) as error:  # a policy or an environment of somebody else's
         what = f"{request.scheme}:{request.name}, policy {request.policy}"
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise InputError(what, "an episode", got, "check the policy") from error
@@ -241,8 +263,11 @@ def _write(path: Path, episode: Episode) -> None:
 
 
 def _read(path: Path, seed: int) -> Record:
-    with np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:
+        raise InputError(str(path), "an episode of an interrupted run", "a damaged file", "remove it and run again") from error
     kinds = {
         kind: {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith(f"{kind}/")}
         for kind in ("observations", "actions", "infos")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +53,13 @@ def rollout(
     """
     space = simulator.environment.action_space
     observation = simulator.reset(seed)
-    states, actions, rewards, infos = [observation], [], [], []
+    states, actions, rewards, infos = [deepcopy(observation)], [], [], []
     terminated = truncated = False
     while not (terminated or truncated):
-        action = _executed(policy(observation, random), space, noise, random)
+        action = _executed(policy(deepcopy(observation), random), space, noise, random)
+        actions.append(deepcopy(action))  # an environment may use its arrays again, and a policy change what it is given
         observation, reward, terminated, truncated, info = simulator.environment.step(action)
-        states.append(observation)
-        actions.append(action)
+        states.append(deepcopy(observation))
         rewards.append(float(reward))
         infos.append({name: float(info[name]) for name in simulator.records if name in info})
         truncated = truncated or (not terminated and len(rewards) >= max_steps)
@@ -71,11 +72,10 @@ def rollout(
 def _executed(action: Any, space: Any, noise: float, random: np.random.Generator) -> Any:
     low, high = getattr(space, "low", None), getattr(space, "high", None)
     if low is None or high is None:  # discrete, or a composite of spaces
+        if not space.contains(action) and np.ndim(action) == 0 and action == np.floor(action):
+            action = np.int64(action)  # a number of another type
         if not space.contains(action):
-            action = np.asarray(action)
-            action = action.astype(np.int64) if action.shape == () else action
-            if not space.contains(action):
-                raise InputError("--policy", f"an action in {space}", repr(action)[:80], "check what the policy returns")
+            raise InputError("--policy", f"an action in {space}", repr(action)[:80], "check what the policy returns")
         return action
     action = np.asarray(action, dtype=np.float64)
     if action.size != low.size or not np.isfinite(action).all():

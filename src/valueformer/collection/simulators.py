@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import os
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from valueformer.errors import InputError, MissingExtraError
 
-__all__ = ["SCHEMES", "Policy", "Simulator", "make", "make_policy", "tasks", "versions"]
+__all__ = ["SCHEMES", "Policy", "Simulator", "make", "make_policy", "policy_digest", "tasks", "versions"]
 
 SCHEMES = ("gymnasium", "metaworld")
 Policy = Callable[[Any, np.random.Generator], Any]
@@ -54,7 +55,9 @@ def make(scheme: str, name: str, goal: int) -> Simulator:
 def _gymnasium(name: str) -> Simulator:
     gymnasium = _import("gymnasium", "gymnasium")
     try:
-        environment: Any = gymnasium.make(name)
+        with warnings.catch_warnings():  # about older versions of the same environment, most of them
+            warnings.simplefilter("ignore")
+            environment: Any = gymnasium.make(name)
     except (gymnasium.error.Error, ImportError, ValueError, TypeError) as error:  # each of them for some missing piece
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -110,14 +113,26 @@ def _imported_policy(spec: str) -> Policy:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module), attribute)
-        count = len(inspect.signature(function).parameters)
-    except Exception as error:  # importing runs somebody's module
+        parameters = inspect.signature(function).parameters.values()
+        count = sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    except (Exception, SystemExit) as error:  # importing runs somebody's module
         raise InputError(
             where, "a function that can be imported", f"{type(error).__name__}: {error}", "check the name"
         ) from error
     if not callable(function) or count not in (1, 2):
-        raise InputError(where, "a function of (observation) or (observation, generator)", f"{count} arguments")
+        raise InputError(where, "a function of (observation) or (observation, generator)", f"{count} arguments without default")
     return function if count == 2 else lambda observation, _: function(observation)
+
+
+def policy_digest(spec: str) -> str | None:
+    """Return the SHA-256 of the module that a policy ``module:function`` comes from; None for the built-in ones."""
+    if ":" not in spec:
+        return None
+    _imported_policy(spec)
+    try:
+        return hashlib.sha256(inspect.getsource(sys.modules[spec.partition(":")[0]]).encode()).hexdigest()
+    except (OSError, TypeError):  # a module without source
+        return None
 
 
 def _sample(space: Any, generator: np.random.Generator) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,7 +140,7 @@ def load(
         raise InputError("load", f"one of {', '.join(Options.__dataclass_fields__)}", repr(odd), "see help(vf.load)") from None
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise InputError("block_size", "a whole number >= 1", repr(block_size))
-    if format is not None and format not in _BY_NAME:
+    if format is not None and str(format) not in _BY_NAME:
         raise InputError("format", f"one of {', '.join(_BY_NAME)}", repr(format))
     size = block_size if stream else None
     if isinstance(source, (str, os.PathLike)):
@@ -152,41 +152,62 @@ def load(
     if isinstance(source, Transitions):
         if given := chosen.given():
             raise InputError(given[0], "a file or table to read", f"{source.source!r}, whose meaning is settled")
-        return (source[i : i + block_size] for i in range(0, len(source), block_size)) if stream else source
-    described, form, blocks = memory.rows(source, chosen)
-    if not stream:
-        return alignment.whole(blocks, source=described, form=form, options=chosen)
-    return alignment.stream(alignment.regroup(blocks, size), source=described, form=form, options=chosen, block_size=block_size)
+        return _slices(source, block_size) if stream else source
+    return _read(f"{type(source).__name__} in memory", "log", lambda: memory.rows(source, chosen), size, chosen, owned=False)
 
 
 def _file(path: Path, shown: str, form: str | None, size: int | None, options: Options) -> Transitions | Iterator[Transitions]:
     path = _existing(path, shown)
-    source = _recognised(path, shown, form)
+    try:
+        source = _recognised(path, shown, form)
+    except OSError as error:
+        raise InputError(shown, "a readable file", error.strerror or str(error)) from None
     options.check(source.accepts, source.name)
-    where = {"source": str(path), "form": source.name, "options": options, "owned": True}
-    if size is None:
-        return next(_guarded(path, source, lambda: iter([alignment.whole(source.blocks(path, options, None), **where)])))
-    return _guarded(path, source, lambda: alignment.stream(_bounded(source, path, options, size), **where, block_size=size))
+    blocks = source.blocks
+    return _read(path, f"{source.name} file", lambda: (str(path), source.name, blocks(path, options, size)), size, options)
 
 
-def _bounded(source: Source, path: Path, options: Options, size: int) -> Iterator[Rows]:
-    return alignment.regroup(source.blocks(path, options, size), size)
+def _read(
+    where: Path | str,
+    what: str,
+    opened: Callable[[], tuple[str, str, Iterable[Rows]]],
+    size: int | None,
+    options: Options,
+    owned: bool = True,
+) -> Transitions | Iterator[Transitions]:
+    """Return a log whole (``size`` None) or as a stream; ``opened`` gives its source, its format and its rows."""
+
+    def parts() -> Iterator[Transitions]:
+        source, form, rows = opened()
+        if size is None:
+            yield alignment.whole(rows, source=source, form=form, options=options, owned=owned)
+        else:
+            rows = alignment.regroup(rows, size)
+            yield from alignment.stream(rows, source=source, form=form, options=options, block_size=size, owned=owned)
+
+    return next(_guarded(where, what, parts)) if size is None else _guarded(where, what, parts)
 
 
-def _guarded(path: Path, source: Source, read: Callable[[], Iterator[Transitions]]) -> Iterator[Transitions]:
-    """Yield what ``read`` yields; whatever a parser raises on damage becomes one InputError that names the file."""
+def _slices(data: Transitions, size: int) -> Iterator[Transitions]:
+    for start in range(0, len(data), size):
+        part = data[start : start + size]
+        yield part if start == 0 else part.replace(dropped={}, assumed={})  # counted once
+
+
+def _guarded(where: Path | str, what: str, read: Callable[[], Iterator[Transitions]]) -> Iterator[Transitions]:
+    """Yield what ``read`` yields; whatever a parser raises on damage becomes one InputError that names the source."""
     try:
         yield from read()
     except InputError as error:  # name the file, once
-        if str(path) in error.what:
+        if isinstance(where, str) or str(where) in error.what:
             raise
-        raise InputError(f"{path}: {error.what}", error.expected, error.got, error.mend) from error
+        raise InputError(f"{where}: {error.what}", error.expected, error.got, error.mend) from error
     except MissingExtraError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         mend = "check it with its own tools, or export it again"
-        raise InputError(str(path), f"a readable {source.name} file", f"a damaged one ({reason})", mend) from error
+        raise InputError(str(where), f"a readable {what}", f"a damaged one ({reason})", mend) from error
 
 
 def _existing(path: Path, shown: str) -> Path:

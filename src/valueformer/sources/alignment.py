@@ -30,7 +30,12 @@ LIMIT = "an end that no flag marks, set by max_episode_steps"
 RESTART = "an episode start that only the step numbers show"
 UNBOUNDED = "no truncated flag and no episode ids: episodes end only where terminated"
 _EMPTY = ("data", "at least one transition", "none", "check the file and its filters")
-_NOTHING = ("observations", "episodes of at least two rows, or next observations", "no row with a successor")
+_NOTHING = (
+    "observations",
+    "episodes of at least two rows, or next observations",
+    "no row with a successor",
+    "steps of an episode must count by one, and its rows share an id",
+)
 
 
 @dataclass(frozen=True)
@@ -173,12 +178,18 @@ class _Numbering:
             assumed[UNBOUNDED] = 1
         truncated = arrays["truncated"].copy() if "truncated" in arrays else np.zeros(n, bool)
         ends = arrays.get("done", arrays.get("terminated", truncated)) | truncated
-        starts = np.empty(n, bool)
+        starts, shown = np.empty(n, bool), np.zeros(n, bool)
         if named := "episode_ids" in arrays:
             ids = arrays["episode_ids"]
             starts[0] = self.fresh or ids[0] != self.id
             starts[1:] = ids[1:] != ids[:-1]
             self._check_order(arrays, starts)
+            after = np.flatnonzero(~starts & np.append(self.ended, ends[:-1]) & self._later(arrays))
+            if len(after):
+                what, number = ids[after[0]].item(), int(after[0])
+                mend = "give each episode its own id, or leave episode_ids out so that flags end episodes"
+                got = f"an end and later steps after it, at row {number}"
+                raise InputError("episode_ids", f"only the last step of episode {what!r} to end it", got, mend)
         else:
             starts[0], starts[1:] = self.ended, ends[:-1]
             starts |= arrays.get("starts", False)
@@ -186,8 +197,7 @@ class _Numbering:
                 steps = arrays["steps"]
                 back = np.diff(steps, prepend=steps[0] if self.fresh else self.step) <= 0
                 back[0] &= not self.fresh
-                if back[~starts].any():
-                    assumed[RESTART] = int((back & ~starts).sum())
+                shown = back & ~starts
                 starts |= back
         position = np.arange(n) - np.maximum.accumulate(np.where(starts, np.arange(n), -1 - self.position))
         if self.limit is not None:
@@ -199,6 +209,7 @@ class _Numbering:
             if not named:
                 position %= self.limit
                 starts[1:] |= forced[:-1]
+                shown[1:] &= ~forced[:-1]
             ends = ends | forced
         if "done" in arrays:
             arrays["terminated"] = arrays.pop("done") & ~truncated
@@ -206,15 +217,20 @@ class _Numbering:
         arrays.pop("starts", None)
         if not named:
             arrays["episode_ids"] = self.id + np.cumsum(starts)
+            if shown.any():
+                assumed[RESTART] = int(shown.sum())
         arrays.setdefault("steps", position)
         self.id, self.step, self.position = arrays["episode_ids"][-1], arrays["steps"][-1], int(position[-1])
         self.ended, self.fresh = bool(ends[-1]), False
         return replace(rows, arrays=arrays, assumed=assumed)
 
+    def _later(self, arrays: dict[str, Array]) -> Array:
+        """Return where a row's step is later than that of the row before; without steps it always is."""
+        steps = arrays.get("steps")
+        return np.ones(len(arrays["rewards"]), bool) if steps is None else steps > np.append(self.step, steps[:-1])
+
     def _check_order(self, arrays: dict[str, Array], starts: Array) -> None:
         ids = arrays["episode_ids"]
-        if not starts[0] and self.ended:
-            raise InputError("episode_ids", "no row after the end of an episode", f"more rows of episode {ids[0].item()!r}")
         new = ids[starts].tolist()
         again = next((i for i in new if i in self.seen), None) if self.seen else None
         self.seen.update(new)
@@ -283,9 +299,11 @@ def _with_successors(rows: Rows, hold: bool) -> Rows:
     states = arrays["observations"] = fields.matrix("observations", arrays["observations"])
     ids = arrays["episode_ids"]
     twice = (ids[1:] == ids[:-1]) & (np.diff(arrays["steps"]) == 0)
-    if twice.any() and len(odd := np.flatnonzero(twice & (states[1:] != states[:-1]).any(axis=1))):
+    different = (states[1:] != states[:-1]).any(axis=1) | (arrays["rewards"][1:] != arrays["rewards"][:-1]).reshape(-1)
+    different |= arrays["terminated"][1:] != arrays["terminated"][:-1]
+    if len(odd := np.flatnonzero(twice & different)):
         row, mend = int(odd[0]), "give each episode its own id, or store next observations"
-        got = f"step {int(arrays['steps'][row])} of episode {ids[row].item()!r} twice, with different observations"
+        got = f"step {int(arrays['steps'][row])} of episode {ids[row].item()!r} twice, unequal"
         raise InputError("steps", "each step of an episode once", got, mend)
     follower = followers(np.cumsum(np.append(False, ids[1:] != ids[:-1])), arrays["steps"])
     followed, ends = follower >= 0, arrays["truncated"] & ~arrays["terminated"]

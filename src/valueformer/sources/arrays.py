@@ -38,7 +38,12 @@ class Plan:
         self.vectors: dict[str, list[str]] = {}
         for field, known in _VECTORS.items():
             chosen = options.select(COLUMNS[field], names, source, taken) if field in COLUMNS else None
+            named = chosen is not None
             chosen = chosen or [name for name in known if name in names][:1]
+            leader = self.vectors.get("observations", [])
+            if field == "next_observations" and chosen and not named and leader != [chosen[0].removeprefix("next_")]:
+                mend = "name those of obs_columns with next_obs_columns (--next-obs-columns)"
+                raise InputError(f"{source}: {chosen[0]}", "successors of obs_columns", "those of other observations", mend)
             if chosen:
                 self.vectors[field] = chosen
         if "observations" not in self.vectors:
@@ -73,6 +78,8 @@ def from_arrays(arrays: Mapping[str, Any], options: Options, source: str) -> Row
 
 def as_array(value: Any) -> NDArray[Any]:
     """Return a NumPy array of anything array-like, a torch tensor on any device included."""
+    if isinstance(value, np.ma.MaskedArray):
+        return np.ma.filled(value.astype(np.float64), np.nan) if np.ma.is_masked(value) else value.data
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":  # NumPy has no such type

@@ -84,32 +84,32 @@ class Table:
         self._original = {name: leaf for name, (leaf, _) in zip(self.names, leaves, strict=True)}
         self._top = {name: top.name for name, (_, top) in zip(self.names, leaves, strict=True)}
 
-    def batches(self, names: Sequence[str], block_size: int | None, floats: Sequence[str] = ()) -> Iterator[Batch]:
+    def batches(
+        self, names: Sequence[str], block_size: int | None, floats: Sequence[str] = (), texts: Sequence[str] = ()
+    ) -> Iterator[Batch]:
         """Yield the named columns, whole or in batches of at most ``block_size`` rows.
 
-        ``floats``: those known to be numbers, which a text file may first write without a decimal point.
+        In text files, ``floats`` are those known to be numbers, which may first be written without a decimal point, and
+        ``texts`` those to be taken as they stand: as numbers, the ids 01 and 1 would be one.
         """
         tops = list(dict.fromkeys(self._top[name] for name in names))
-        for table in self._tables(tops, block_size, [self._original[name] for name in floats]):
+        for table in self._tables(tops, block_size, [self._original[n] for n in floats], [self._original[n] for n in texts]):
             while any(pa.types.is_struct(column.type) for column in table.columns):
                 table = pa.Table.from_batches([table]).flatten() if isinstance(table, pa.RecordBatch) else table.flatten()
             found = dict(zip(table.schema.names, table.columns, strict=True))
             yield {name: found[self._original[name]] for name in names}
 
-    def _tables(self, tops: list[str], size: int | None, floats: Sequence[str]) -> Iterator[Any]:
+    def _tables(self, tops: list[str], size: int | None, floats: Sequence[str], texts: Sequence[str]) -> Iterator[Any]:
         if self.path is None:
             table = self.memory.select(tops)
             yield from [table] if size is None else table.to_batches(max_chunksize=size)
         elif self.form == "parquet":
             with pyarrow.parquet.ParquetFile(self.path) as file:
-                groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-                sizes = [group.total_byte_size for group in groups]
-                rows = file.metadata.num_rows if size is None else min(size, file.metadata.num_rows)
-                check_size(self.source, max((sum if size is None else max)(sizes or [0]), 8 * rows * len(tops)))
+                check_size(self.source, _unpacked(file.metadata, tops, size))
                 if size is None:
                     yield file.read(tops)
                 else:
-                    for group in range(len(groups)):  # over the whole file, the reader would keep every group's pages
+                    for group in range(file.metadata.num_row_groups):  # else the reader keeps all pages
                         yield from file.iter_batches(size, columns=tops, row_groups=[group])
         elif self.form == "arrow":
             # A compressed batch says what it unpacks to only when unpacked; its number of rows is known before.
@@ -117,20 +117,31 @@ class Table:
             with pa.memory_map(str(self.path)) as file, pyarrow.ipc.open_file(file) as reader:
                 each = rows if size is None else -(-rows // max(reader.num_record_batches, 1))
                 check_size(self.source, 8 * each * max(len(reader.schema), 1))
+                parts, total = [], 0
+                for i in range(reader.num_record_batches):
+                    table = pa.Table.from_batches([reader.get_batch(i)]).select(tops)
+                    total = table.nbytes + (total if size is None else 0)  # lists say their size only when unpacked
+                    check_size(self.source, total)
+                    if size is None:
+                        parts.append(table)
+                    else:
+                        yield from table.to_batches(max_chunksize=size)
                 if size is None:
-                    yield reader.read_all().select(tops)
-                else:
-                    for i in range(reader.num_record_batches):
-                        yield from pa.Table.from_batches([reader.get_batch(i)]).select(tops).to_batches(max_chunksize=size)
+                    yield pa.concat_tables(parts) if parts else reader.schema.empty_table().select(tops)
         else:
             check_size(self.source, self.path.stat().st_size if size is None else 0)
             types = {name: pa.float64() for name in floats} if size is not None else {}
+            types |= {name: pa.string() for name in texts}
             convert = pyarrow.csv.ConvertOptions(strings_can_be_null=True, include_columns=tops, column_types=types)
             parse = pyarrow.csv.ParseOptions(delimiter=self._delimiter)
             if size is None:
-                yield pyarrow.csv.read_csv(self.path, parse_options=parse, convert_options=convert)
+                with self.path.open("rb") as file:  # by name, Arrow would unpack what ends in .gz
+                    yield pyarrow.csv.read_csv(file, parse_options=parse, convert_options=convert)
             else:
-                with pyarrow.csv.open_csv(self.path, parse_options=parse, convert_options=convert) as reader:
+                with (
+                    self.path.open("rb") as file,
+                    pyarrow.csv.open_csv(file, parse_options=parse, convert_options=convert) as reader,
+                ):
                     for batch in reader:
                         yield from pa.Table.from_batches([batch]).to_batches(max_chunksize=size)
 
@@ -139,8 +150,22 @@ class Table:
             header = file.readline(2**20)
         self._delimiter = max(",;\t|", key=header.count)
         parse = pyarrow.csv.ParseOptions(delimiter=self._delimiter)
-        with pyarrow.csv.open_csv(path, parse_options=parse) as reader:
+        with path.open("rb") as file, pyarrow.csv.open_csv(file, parse_options=parse) as reader:
             return reader.schema
+
+
+def _unpacked(metadata: Any, tops: Sequence[str], size: int | None) -> int:
+    """Return how many bytes a Parquet file's columns take when unpacked: all of them, or in the largest batch of ``size`` rows.
+
+    Sizes before compression say little where values repeat; the number of values says what they become.
+    """
+    sizes = []
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        values = sum(8 * chunk.num_values for chunk in chunks if chunk.path_in_schema.startswith(tuple(tops)))
+        share = 1.0 if size is None else min(1.0, size / max(group.num_rows, 1))
+        sizes.append(max(group.total_byte_size, int(values * share)))
+    return (sum if size is None else max)(sizes or [0])
 
 
 def unique(names: Iterable[str], source: str) -> list[str]:

@@ -42,6 +42,7 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
 def _episodes(path: Path, block_size: int | None) -> Iterator[Rows]:
     with hdf5.opened(path) as file:
         datasets = {name: hdf5.node(file, name) for name in map(str, file)}
+        hdf5.check_all(str(path), [datasets["num_episodes"]])
         count = np.asarray(datasets["num_episodes"]).reshape(-1)
         found = sum(re.fullmatch(r"rewards_\d+", name) is not None for name in datasets)
         if count.size != 1 or int(count[0]) != found:

@@ -72,9 +72,8 @@ def flat_blocks(path: Path, options: Options, block_size: int | None) -> Iterato
 
 
 def _flat(root: Any, path: Path, options: Options, block_size: int | None, *, infer: bool = False) -> Iterator[Rows]:
-    datasets = hdf5.leaves(root)
-    names = [name for name in datasets if not name.startswith(("infos/", "metadata/", "virtual/"))]
-    plan = Plan(names, options, str(path), ignore=("metadata",))
+    datasets = hdf5.leaves(root, skip=("infos", "metadata", "virtual"))
+    plan = Plan(list(datasets), options, str(path))
     used: Mapping[str, Any] = {name: datasets[name] for name in plan.used}
     hdf5.check_all(str(path), used.values(), block_size)
     lengths = {name: dataset.shape[0] if dataset.shape else 0 for name, dataset in used.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,24 @@ def node(group: Any, name: str) -> Any:
             f"{group.name.rstrip('/')}/{name}", "data inside the file", "a link to another file", "copy the data in"
         )
     item = group[name]
+    if item.file.filename != group.file.filename:  # through a soft link
+        raise InputError(f"{group.name.rstrip('/')}/{name}", "data inside the file", "data of another file", "copy the data in")
     if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
         raise InputError(str(item.name), "data inside the file", "data kept in another file", "copy the data in")
     return item
 
 
-def leaves(group: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the datasets under a group by name, ``parent/child`` for nested ones, in order of name with numbers as numbers."""
+def leaves(group: Any, prefix: str = "", skip: Collection[str] = ()) -> dict[str, Any]:
+    """Return the datasets under a group by name, ``parent/child`` for nested ones, in order of name with numbers as numbers.
+
+    ``skip``: members that are not even looked at.
+    """
     import h5py
 
     found: dict[str, Any] = {}
     for name in natural(sorted(map(str, group))):
+        if name in skip:
+            continue
         item = node(group, name)
         if isinstance(item, h5py.Dataset):
             found[prefix + name] = item

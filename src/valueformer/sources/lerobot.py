@@ -72,6 +72,9 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
             rows = replace(rows, obs_names=names if names and len(names) == width else None)
             yield rows
     said = info.get("total_frames")
+    if isinstance(said, int) and said < count:
+        mend = "is a file there twice? download it again"
+        raise InputError(f"{path}: frames", f"{said}, as meta/info.json says", str(count), mend)
     if isinstance(said, int) and said > count:
         empty = {name: value[:0] for name, value in rows.arrays.items()}
         yield Rows(empty, rows.obs_names, plan.unused, assumed={ABSENT: said - count})
@@ -115,7 +118,7 @@ def _completed(options: Options, names: Sequence[str], source: str) -> Options:
             )
     given["episode_column"] = given.get("episode_column", "episode_index")
     given["step_column"] = given.get("step_column", "frame_index")
-    if given.get("terminated_column") == NONE or "truncated_column" not in given:
+    if "done_column" not in given:
         given.setdefault("truncated_column", NONE)
     return Options(**given)
 

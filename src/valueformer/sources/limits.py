@@ -22,8 +22,8 @@ def max_bytes() -> int:
     return int(text)
 
 
-def check_size(where: str, size: int) -> None:
-    """Raise InputError if ``size`` bytes are more than :func:`max_bytes`."""
+def check_size(where: str, size: int, *, streams: bool = True) -> None:
+    """Raise InputError if ``size`` bytes are more than :func:`max_bytes`; ``streams``: whether reading in blocks would help."""
     if size > (limit := max_bytes()):
-        mend = f"stream it (stream=True), or set the environment variable {_VARIABLE}"
+        mend = ("stream it (stream=True), or " if streams else "") + f"set the environment variable {_VARIABLE}"
         raise InputError(where, f"at most {limit / 2**30:.3g} GiB when unpacked", f"{size / 2**30:.3g} GiB", mend)

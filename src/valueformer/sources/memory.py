@@ -81,6 +81,9 @@ def _tensordict(data: Any, options: Options, source: str) -> Rows:
     if not batch:
         raise InputError(f"{source}: batch_size", "at least a time dimension", "none", "stack the steps first")
     n = int(np.prod(batch))
+    if odd := next((name for name in chosen.values() if scalars[name].size != n), None):
+        got = f"shape {scalars[odd].shape}, batch_size {batch}"
+        raise InputError(f"{source}: {odd}", "one number per entry of the batch", got, "set batch_size to batch and time")
 
     def flat(name: str, value: NDArray[Any]) -> NDArray[Any]:
         if value.shape[: len(batch)] != batch:

@@ -21,7 +21,7 @@ from valueformer.sources import hdf5
 from valueformer.sources.alignment import PADDING, Rows, episode, regroup
 from valueformer.sources.columns import Table, is_arrow, is_parquet, numbers
 from valueformer.sources.limits import check_size
-from valueformer.sources.options import Options, natural
+from valueformer.sources.options import Options, in_order, natural
 
 __all__ = ["blocks", "partition_blocks", "recognises", "recognises_partitions", "resolve_id"]
 
@@ -52,7 +52,12 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
 
 def _episodes(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
     with hdf5.opened(_file(path)) as root:
-        numbered = {int(m[1]): name for name in map(str, root) if (m := re.fullmatch(r"episode_(\d+)", name))}
+        names = [name for name in map(str, root) if re.fullmatch(r"episode_\d+", name)]
+        numbered = {int(name.removeprefix("episode_")): name for name in names}
+        if len(numbered) < len(names):
+            raise InputError(
+                str(path), "each episode number once", f"two of one: {', '.join(sorted(names)[:4])}", "export it again"
+            )
         if not numbered:
             raise InputError(str(path), "groups episode_0, episode_1, ..", str(list(root)[:4]), "is it a Minari dataset?")
         total = 0
@@ -86,6 +91,8 @@ def _episode(where: str, number: int, parts: Mapping[str, Mapping[str, Any]], op
         single[name] = np.asarray(parts[name][""]).reshape(-1)
     observations, names = _chosen(where, "observations", parts["observations"], options)
     actions = _chosen(where, "actions", parts["actions"], options)[0] if parts.get("actions") else None
+    if actions is not None and actions.shape[1] == 0:  # a log without actions, in a format that asks for them
+        actions = None
     terminated, truncated = (fields.flags(f"{where}: {name}", single[name]) for name in ("terminations", "truncations"))
     if len(single["rewards"]) == 0:  # nothing happened; its single observation leads nowhere
         observations, actions = observations[:0], None if actions is None else actions[:0]
@@ -113,7 +120,8 @@ def _partitions(path: Path) -> dict[int, list[Path]]:
     if path.is_dir():
         for folder in _data(path).iterdir():
             if folder.is_dir() and folder.name.isascii() and folder.name.isdecimal():
-                files = [file for file in sorted(folder.iterdir()) if file.name[0] not in "._" and file.name != "metadata.json"]
+                members = sorted(folder.iterdir(), key=lambda file: in_order(file.name))
+                files = [file for file in members if file.name[0] not in "._" and file.name != "metadata.json"]
                 if files and all(is_parquet(file) or is_arrow(file) for file in files):
                     found[int(folder.name)] = files
     return found

@@ -57,7 +57,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
     """Read all arrays of an archive; raises InputError for objects and for more than the size limit."""
     try:
         with zipfile.ZipFile(path) as archive:
-            check_size(str(path), sum(member.file_size for member in archive.infolist()))
+            check_size(str(path), sum(member.file_size for member in archive.infolist()), streams=False)
         with np.load(path, allow_pickle=False) as archive:
             return {name: _member(path, archive, name) for name in archive.files}
     except InputError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,7 +11,7 @@ from typing import Any
 
 from valueformer.errors import InputError
 
-__all__ = ["CHOICE", "COLUMNS", "FLAGS", "MEANING", "NONE", "TABLE", "Options", "natural", "resolve"]
+__all__ = ["CHOICE", "COLUMNS", "FLAGS", "MEANING", "NONE", "TABLE", "Options", "in_order", "natural", "resolve"]
 
 CHOICE = frozenset({"obs_columns", "action_columns", "drop_nonfinite"})
 MEANING = frozenset({"reward_column", "terminated_column", "truncated_column", "done_column"})
@@ -38,7 +39,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "rewards": ("rewards", "reward"),
     "terminated": ("terminated", "terminations", "terminateds", "termination"),
     "truncated": ("truncated", "truncations", "truncateds", "truncation"),
-    "episode_ids": ("episode_ids", "episode_id"),
+    "episode_ids": ("episode_ids", "episode_id", "episode", "episode_index", "trajectory_id", "traj_id"),
+    "starts": ("episode_starts", "is_first"),
     "steps": ("steps", "step"),
     "discounts": ("discounts", "discount"),
     "sample_weight": ("sample_weight",),
@@ -46,7 +48,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 # Names under which other libraries store the end of an episode. Ignoring one would join two episodes.
 END_FLAGS = (
     "done", "dones", "terminal", "terminals", "is_terminal", "timeout", "timeouts", "timelimit.truncated", "is_last",
-    "is_first", "episode_terminals", "episode_starts", "end",
+    "episode_terminals", "episode_ends", "end",
 )  # fmt: skip
 
 
@@ -111,6 +113,11 @@ class Options:
                 raise InputError(f"{source}: {option}", f"a column that fits {pattern!r}", _listed(names), "check the spelling")
             chosen += [name for name in found if name not in chosen]
         return chosen
+
+
+def in_order(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key under which numbers inside names count as numbers: part-2 before part-10."""
+    return [(1, int(piece), "") if piece.isdigit() else (0, 0, piece) for piece in re.split(r"([0-9]+)", name)]
 
 
 def natural(names: Sequence[str]) -> list[str]:

@@ -44,6 +44,9 @@ def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) ->
     ``final_observations`` (read where an episode ended) and ``episode_starts``. A row without successor is dropped and counted.
     Raises InputError where ends exist, neither kind of successor is stored and ``autoreset`` is not given.
     """
+    if options.max_episode_steps is not None:
+        mend = "name the flag of time limits: truncated_column (--truncated-column)"
+        raise InputError("max_episode_steps", "a log of single episodes", f"the rollout {source}", mend)
     extra = {name: arrays[name] for name in (*_FINAL, "episode_starts") if arrays.get(name) is not None}
     names = [str(name) for name, value in arrays.items() if value is not None and name not in extra]
     plan = Plan(names, options, source)
@@ -67,8 +70,7 @@ def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) ->
     final = next((_wide(as_array(extra[n]), steps, envs, n) for n in _FINAL if n in extra), None)
     chosen["next_observations"], keep, dropped = _successors(chosen, final, options.autoreset, source)
     ends = chosen["terminated"] | truncated
-    resets = options.autoreset == "next-step" and "next_observations" not in plan.vectors and final is None
-    lag = 2 if resets else 1  # a reset step lies between
+    lag = 2 if options.autoreset == "next-step" and final is None else 1  # a reset step lies between
     starts = np.zeros(ends.shape, bool)
     starts[lag:] = ends[:-lag]
     if "episode_starts" in extra:
@@ -100,8 +102,8 @@ def _successors(
     states, terminated = chosen["observations"], chosen["terminated"]
     ends = terminated | chosen["truncated"]
     steps, keep = len(ends), np.ones(ends.shape, bool)
-    if "next_observations" in chosen:
-        return chosen["next_observations"], keep, {}
+    if (following := chosen.get("next_observations")) is not None:
+        return _stored(states, following, ends, mode, source)
     following = states[1:] if len(states) > steps else np.append(states[1:], states[-1:], axis=0)
     lacking = np.zeros(ends.shape, bool)
     lacking[-1:] = len(states) == steps
@@ -110,22 +112,40 @@ def _successors(
     elif mode == "same-step":
         lacking |= ends
     elif mode is None and ends[:-1].any():
-        raise InputError(
-            f"{source}: autoreset",
-            "how the environments reset themselves",
-            "episodes that end, without next_observations or final_observations",
-            "autoreset='next-step' (Gymnasium >= 1.0) or 'same-step' (Stable-Baselines3, older Gymnasium); on the command line "
-            "--autoreset",
-        )
+        raise _unsaid(source, "episodes that end, without next_observations or final_observations")
     dropped: dict[str, int] = {}
     if mode == "next-step" and final is None:
-        keep[1:] = ~ends[:-1]
-        if not keep.all():
-            dropped[RESET] = int((~keep).sum())
+        keep, dropped = _without_resets(ends)
     lacking &= ~terminated & keep
     if lacking.any():
         dropped[LOST] = int(lacking.sum())
     return following, keep & ~lacking, dropped
+
+
+def _stored(
+    states: NDArray[Any], following: NDArray[Any], ends: NDArray[Any], mode: str | None, source: str
+) -> tuple[NDArray[Any], NDArray[Any], dict[str, int]]:
+    """Return stored successors; the row after an end is a reset step if it begins where the episode ended."""
+    last = min(len(states) - 1, len(ends))
+    begins_there = (states[1 : last + 1] == following[:last]).all(axis=2) & ends[:last]
+    if mode is None and begins_there[: len(ends) - 1].any():
+        raise _unsaid(source, "a row after an end that begins where the episode ended: a reset step, or an episode of its own?")
+    keep, dropped = _without_resets(ends) if mode == "next-step" else (np.ones(ends.shape, bool), {})
+    return following, keep, dropped
+
+
+def _without_resets(ends: NDArray[Any]) -> tuple[NDArray[Any], dict[str, int]]:
+    keep = np.ones(ends.shape, bool)
+    keep[1:] = ~ends[:-1]
+    return keep, {} if keep.all() else {RESET: int((~keep).sum())}
+
+
+def _unsaid(source: str, got: str) -> InputError:
+    mend = (
+        "autoreset='next-step' (Gymnasium >= 1.0) or 'same-step' (Stable-Baselines3, older Gymnasium); on the command line "
+        "--autoreset"
+    )
+    return InputError(f"{source}: autoreset", "how the environments reset themselves", got, mend)
 
 
 def is_sb3(data: Any) -> bool:

@@ -46,12 +46,16 @@ def resolve(scheme: str, text: str) -> Path:
     """Return the folder of the log that a name asks for, collecting it where it is not there yet, and saying so on stderr."""
     request = parse(scheme, text)
     document = json.dumps(request.document(), sort_keys=True)
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in request.name)
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in request.name[:60])
     folder = cache_folder() / f"{scheme}-{name}-{hashlib.sha256(document.encode()).hexdigest()[:12]}"
     if not (folder / "data" / "main_data.hdf5").is_file():
         console = Console(stderr=True, highlight=False)
         console.print(
             f"collecting {request.episodes} episodes of {scheme}:{request.name} into {folder}", markup=False, soft_wrap=True
         )
-        run(request, folder)
+        try:
+            run(request, folder)
+        except OSError as error:
+            mend = "set VALUEFORMER_CACHE to a folder that can be written to"
+            raise InputError(str(folder), "a cache folder", error.strerror or str(error), mend) from None
     return folder

@@ -6,6 +6,7 @@ Columns: ``obs_0 ..`` (or ``obs_NAME``), ``next_obs_*``, ``action_*``, ``next_ac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -42,7 +43,7 @@ class Plan:
             explicit = chosen is not None
             chosen = chosen or _ordered(names, kind)
             if chosen and field in _LEADERS:
-                chosen = self._like_leader(field, chosen, explicit)
+                chosen = self._like_leader(field, chosen, explicit, options.next_obs_columns)
             if chosen:
                 self.vectors[field] = chosen
         if "observations" not in self.vectors:
@@ -53,14 +54,17 @@ class Plan:
         self.used = list(dict.fromkeys([*used, *(name for name in self.scalars.values() if name in names)]))
         self.unused = tuple(name for name in names if name not in self.used and name not in ignore)
 
-    def _like_leader(self, field: str, chosen: list[str], explicit: bool) -> list[str]:
+    def _like_leader(self, field: str, chosen: list[str], explicit: bool, asked: Sequence[str] | None) -> list[str]:
         """Put successors in the order of the columns that they repeat; unless named, those of columns left out are too."""
         leader = self.vectors.get(_LEADERS[field], [])
         kind, lead = _KINDS[field], _KINDS[_LEADERS[field]]
         mine, theirs = ([_label(name, k) for name in columns] for columns, k in ((chosen, kind), (leader, lead)))
         if set(mine) == set(theirs) or (not explicit and set(theirs) <= set(mine)):
             return [chosen[mine.index(label)] for label in theirs]
-        if len(mine) == len(theirs) and not all(_family(name) == kind for name in chosen):  # named one by one
+        bare = [name.removeprefix("next_") for name in chosen]
+        if explicit and set(bare) == set(leader):  # pos_x, next_pos_x
+            return [chosen[bare.index(name)] for name in leader]
+        if explicit and len(mine) == len(theirs) and set(asked or ()) <= set(chosen):  # named one by one
             return chosen
         odd = sorted(set(mine) ^ set(theirs))[0]
         mend = f"name them with {COLUMNS[field]}" if field in COLUMNS else ""
@@ -71,6 +75,11 @@ class Plan:
         """Columns known to hold numbers."""
         return [*chain(*self.vectors.values()), self.scalars["rewards"]]
 
+    @property
+    def texts(self) -> list[str]:
+        """Columns of ids."""
+        return [self.scalars["episode_ids"]] if "episode_ids" in self.scalars else []
+
     def rows(self, batch: Batch) -> Rows:
         """Return the rows of a batch of columns."""
         arrays: dict[str, NDArray[Any]] = {}
@@ -79,8 +88,11 @@ class Plan:
         for field, name in self.scalars.items():
             n = len(arrays["observations"])
             arrays[field] = np.zeros(n, bool) if name == NONE and name not in batch else numbers(name, batch[name])
+        if "episode_ids" in arrays:
+            arrays["episode_ids"] = _whole_ids(arrays["episode_ids"])
         labels = [_label(name, "obs") for name in self.vectors["observations"]]
         named = len(labels) == arrays["observations"].shape[1] and "" not in labels  # one list column has no names
+        named = named and labels != [str(i) for i in range(len(labels))]
         return Rows(arrays, tuple(labels) if named else None, self.unused)
 
 
@@ -92,7 +104,7 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
 def in_memory(table: Table, options: Options, block_size: int | None) -> Iterator[Rows]:
     """Yield the rows of an opened table."""
     plan = Plan(table.names, options, table.source)
-    return map(plan.rows, table.batches(plan.used, block_size, plan.floats))
+    return map(plan.rows, table.batches(plan.used, block_size, plan.floats, plan.texts))
 
 
 def frame(data: Any, options: Options) -> Rows:
@@ -126,6 +138,14 @@ def gather(
 def suffixes(names: Sequence[str], kind: str) -> list[str]:
     """Return the suffixes of a family of columns: numbered ones in numeric order, named ones in the table's."""
     return [_label(name, kind) for name in _ordered(names, kind)]
+
+
+def _whole_ids(ids: NDArray[Any]) -> NDArray[Any]:
+    """Return ids written as whole numbers as such, if each is written in the one usual way."""
+    if ids.dtype.kind != "O" or not all(isinstance(value, str) for value in ids):
+        return ids
+    usual = (re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) for text in set(ids.tolist()))
+    return ids.astype(np.int64) if all(usual) else ids
 
 
 def _ordered(names: Sequence[str], kind: str) -> list[str]:
