@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
@@ -22,6 +24,10 @@ from valueformer.sources.alignment import LOST
 def column(*values: float) -> np.ndarray:
     """Return one environment's numbers as (T, 1, 1)."""
     return np.array(values, float)[:, None, None]
+
+
+def joined(source: Any, size: int) -> vf.Transitions:
+    return vf.concatenate(vf.load(source, stream=True, block_size=size))
 
 
 def test_a_rollout_never_takes_a_time_limit_for_a_terminal() -> None:
@@ -39,7 +45,7 @@ def test_a_reset_step_beside_stored_successors_is_seen() -> None:
     ends[2] = 1
     flags = {"rewards": np.ones((6, 1)), "terminated": ends, "truncated": 0 * ends}
     resets = flags | {"observations": column(0, 1, 2, 3, 10, 11), "next_observations": column(1, 2, 3, 10, 11, 12)}
-    with pytest.raises(vf.InputError, match="autoreset: .* begins where the episode ended"):
+    with pytest.raises(vf.InputError, match=r"autoreset: .* begins where the episode ended"):
         vf.load(resets)
     data = vf.load(resets, autoreset="next-step")
     assert data.observations[:, 0].tolist() == [0, 1, 2, 10, 11]
@@ -125,11 +131,9 @@ def test_rows_after_an_end_are_refused_whatever_the_block(size: int | None) -> N
         pd.DataFrame({"obs_0": np.arange(6.0), "reward": 1.0, "terminated": 0, "truncated": [0, 1, 0, 0, 1, 0], "episode_id": [0] * 3 + [1] * 3}),
     ]  # fmt: skip
     for frame in frames:
+        load = partial(vf.load, frame) if size is None else partial(joined, frame, size)
         with pytest.raises(vf.InputError, match="only the last step of episode 0 to end it"):
-            if size is None:
-                vf.load(frame)
-            else:
-                list(vf.load(frame, stream=True, block_size=size))
+            load()
 
 
 def test_ids_in_text_files_are_taken_as_they_stand(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_ids_in_text_files_are_taken_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_masked_numbers_are_missing() -> None:
-    rewards = np.ma.masked_array([1.0, 2, 3], mask=[0, 1, 0])
+    rewards = np.ma.masked_array([1.0, 2, 3], mask=[False, True, False])
     with pytest.raises(vf.InputError, match="rewards: expected finite numbers, got nan at row 1"):
         vf.load({"observations": np.arange(3.0), "rewards": rewards, "terminated": [0, 0, 1]})
 
@@ -208,8 +212,6 @@ def test_flags_in_words() -> None:
 
 
 def test_list_columns_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow.feather
-
     monkeypatch.setenv("VALUEFORMER_MAX_BYTES", "10000000")
     table = pa.table({"obs": [np.zeros(2_000_000)] * 2, "reward": np.zeros(2), "terminated": np.ones(2, bool)})
     pyarrow.parquet.write_table(table, tmp_path / "a", compression="zstd")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from valueformer.cli.shared import Data, Json, check_out, data_options, findings, print_table, with_progress, writing
+from valueformer.cli.shared import Data, Json, check_out, data_options, findings, print_table, shown, with_progress, writing
 from valueformer.errors import InputError
 
 __all__ = ["collect", "convert", "inspect", "samples"]
@@ -107,13 +107,13 @@ def convert(
             raise InputError(f"--out {out}", "a file", "a folder or a device", "name a file in it")
     transitions = load(data, **reading)
     writing(f"--out {out}", "a path that can be written to", lambda: export(transitions, to, out))
-    document = {"source": transitions.source, "format": to, "out": str(out), "n_transitions": len(transitions)}
+    document = {"source": transitions.source, "format": to, "out": shown(out), "n_transitions": len(transitions)}
     document |= {"dropped": dict(transitions.dropped)}
     if json:
         sys.stdout.write(to_json(document))
         return
     lost = "".join(f"; {count} rows dropped: {reason}" for reason, count in transitions.dropped.items())
-    typer.echo(f"{len(transitions)} transitions in {transitions.n_episodes} episodes written to {out}{lost}")
+    typer.echo(f"{len(transitions)} transitions in {transitions.n_episodes} episodes written to {shown(out)}{lost}")
 
 
 def samples(json: Json = False) -> None:

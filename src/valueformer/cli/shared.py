@@ -17,7 +17,7 @@ from rich.text import Text
 
 from valueformer.errors import InputError
 
-__all__ = ["Data", "Json", "check_out", "data_options", "findings", "print_table", "with_progress", "writing"]
+__all__ = ["Data", "Json", "check_out", "data_options", "findings", "print_table", "shown", "with_progress", "writing"]
 
 Data = Annotated[
     str,
@@ -68,6 +68,11 @@ def data_options(command: Callable[..., Any]) -> Callable[..., Any]:
     wrapped.__signature__ = signature.replace(parameters=[*own, *extra])  # pyright: ignore[reportAttributeAccessIssue]
     wrapped.__annotations__ = {p.name: p.annotation for p in (*own, *extra)}
     return wrapped
+
+
+def shown(path: Path) -> str:
+    """Return a path as text that can be printed, whatever bytes it holds."""
+    return str(path).encode("utf-8", "replace").decode()
 
 
 def writing(where: str, expected: str, write: Callable[[], Any]) -> Any:
