@@ -6,7 +6,7 @@ Each state is a tag that names its episode and step (tests/golden/episodes.py), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -423,3 +423,16 @@ def test_a_ring_buffer_of_stable_baselines_is_unrolled_oldest_first(keep_next: b
     del data.dones
     with pytest.raises(vf.InputError, match="terminated and truncated flags"):
         vf.load(data)
+
+
+def test_records_of_tensorflow_datasets() -> None:
+    """Where the package is installed; elsewhere the message names the extra, and the step table needs nothing."""
+    case = Case("rlds/records", final=("term", "trunc", "both"), says=FLAG, discounts=True, names=("a", "b_0", "b_1"))
+    try:
+        import tensorflow_datasets  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        with pytest.raises(vf.MissingExtraError, match=r"pip install 'valueformer\[rlds\]'"):
+            vf.load(GOLDEN / case.path)
+        return
+    dropped = {**RLDS_FINAL, "step of an episode marked invalid": 4}
+    check(vf.load(GOLDEN / case.path), replace(case, dropped=dropped))
