@@ -39,6 +39,7 @@ format: .venv/installed-dev
 
 bench: .venv/installed
 	$(BIN)/valueformer bench forward
+	$(BIN)/valueformer bench load
 
 clean:
 	rm -rf .venv out

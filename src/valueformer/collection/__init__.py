@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from valueformer.collection import simulators
-from valueformer.collection.rollout import NOISE, Episode, generator, rollout
+from valueformer.collection.rollout import NOISE, generator, rollout
 from valueformer.errors import InputError
 from valueformer.files import write_atomically, write_text
 from valueformer.writers import Record, box, check_new, dataset_id, write_minari
@@ -216,7 +216,7 @@ def _one(request: Request, partial: Path, episode: int) -> int:
     return episode
 
 
-def play(request: Request, episode: int) -> Episode:
+def play(request: Request, episode: int) -> Record:
     """Return one episode of a request; no other episode has any part in it."""
     simulator = _simulator(request.scheme, request.name, request.goal(episode))
     reset = int.from_bytes(generator("reset", request.name, request.seed, episode).bytes(4), "little") >> 1
@@ -255,7 +255,7 @@ def _part(partial: Path, episode: int) -> Path:
     return partial / f"episode_{episode:06d}.npz"
 
 
-def _write(path: Path, episode: Episode) -> None:
+def _write(path: Path, episode: Record) -> None:
     arrays = {"rewards": episode.rewards, "terminated": episode.terminated, "truncated": episode.truncated}
     for kind in ("observations", "actions", "infos"):
         arrays |= {f"{kind}/{name}": array for name, array in getattr(episode, kind).items()}

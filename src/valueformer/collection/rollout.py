@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,13 @@ from numpy.typing import NDArray
 
 from valueformer.collection.simulators import Policy, Simulator
 from valueformer.errors import InputError
+from valueformer.writers import Record
 
-__all__ = ["NOISE", "Episode", "generator", "leaves", "rollout"]
+__all__ = ["NOISE", "generator", "leaves", "rollout"]
 
 Array = NDArray[Any]
 NOISE: Mapping[str, float] = {"high": 1.0, "medium": 0.5, "low": 0.1}
 """Standard deviation of action noise, in units of half the action range: the levels of the bundled samples."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """T steps: T + 1 observations (by name of their part, ``""`` for a single one), T actions, rewards and flags."""
-
-    observations: dict[str, Array]
-    actions: dict[str, Array]
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    infos: dict[str, Array]
-
-    def __len__(self) -> int:
-        return len(self.rewards)
 
 
 def generator(*name: object) -> np.random.Generator:
@@ -45,7 +30,7 @@ def generator(*name: object) -> np.random.Generator:
 
 def rollout(
     simulator: Simulator, policy: Policy, *, noise: float, max_steps: int, seed: int, random: np.random.Generator
-) -> Episode:
+) -> Record:
     """Run one episode: action = clip(policy(s) + noise * half range * N(0, I)), and record the actions really executed.
 
     The episode ends where the simulator says so, or is truncated after ``max_steps``. Raises InputError for an action that
@@ -66,7 +51,7 @@ def rollout(
     flags = np.zeros((2, len(rewards)), bool)
     flags[:, -1] = terminated, truncated
     kept = {name: np.array([math.nan, *(info.get(name, math.nan) for info in infos)]) for name in simulator.records}
-    return Episode(_stack(states), _stack(actions), np.array(rewards), flags[0], flags[1], kept)
+    return Record(_stack(states), _stack(actions), np.array(rewards), flags[0], flags[1], kept)
 
 
 def _executed(action: Any, space: Any, noise: float, random: np.random.Generator) -> Any:
