@@ -105,25 +105,29 @@ def run_case(number: int, seed: int) -> dict[str, Any]:
         files = sorted(p for p in target.rglob("*") if p.is_file()) if target.is_dir() else [target]
         file = files[int(random.integers(len(files)))]
         file.write_bytes(damage(file.read_bytes(), kind, random, text=file.suffix in (".csv", ".json", ".jsonl")))
-        whole = _attempt(lambda: [vf.load(target, **case.options)])
-        streamed = _attempt(lambda: list(vf.load(target, stream=True, block_size=7, **case.options)))
+        whole, rows = _attempt(lambda: [vf.load(target, **case.options)])
+        streamed, blocks = _attempt(lambda: list(vf.load(target, stream=True, block_size=7, **case.options)))
+    if rows is not None and blocks is not None and not np.array_equal(rows, blocks):
+        streamed = "misaligned: the stream differs from the whole"
     return {"case": number, "set": case.path, "kind": kind, "file": file.name, "whole": whole, "stream": streamed}
 
 
-def _attempt(load: Any) -> str:
+def _attempt(load: Any) -> tuple[str, NDArray[Any] | None]:
+    """Return the outcome, and all states and successors where there are some."""
     try:
         parts = load()
     except (vf.InputError, vf.MissingExtraError) as error:
-        return "refused" if "\n" not in str(error) else f"more than one line: {error}"
+        return "refused" if "\n" not in str(error) else f"more than one line: {error}", None
     except Exception as error:
-        return f"escaped: {type(error).__name__}: {error}"
+        return f"escaped: {type(error).__name__}: {error}", None
     for data in parts:
         finite = np.isfinite(data.observations).all() and np.isfinite(data.rewards).all()
         if not finite or not np.isfinite(data.next_observations).all():
-            return "not finite"
+            return "not finite", None
         data.validate()
     wrong = sum(map(misaligned, parts))
-    return "loaded" if wrong == 0 else f"misaligned: {wrong}"
+    rows = np.concatenate([np.concatenate([data.observations, data.next_observations], axis=1) for data in parts])
+    return "loaded" if wrong == 0 else f"misaligned: {wrong}", rows
 
 
 def child() -> None:

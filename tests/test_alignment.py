@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 import valueformer as vf
-from tests.test_golden import GOLDEN, tensordict
+from tests.test_golden import GOLDEN, MEMORY, tensordict
 from valueformer.sources.alignment import LOST
 
 
@@ -34,7 +34,7 @@ def test_a_rollout_never_takes_a_time_limit_for_a_terminal() -> None:
     done = np.zeros((6, 2))
     done[[2, 5]] = 1
     rollout = {"observations": np.arange(14.0).reshape(7, 2, 1), "rewards": np.ones((6, 2)), "done": done}
-    with pytest.raises(vf.InputError, match="max_episode_steps: expected a log of single episodes"):
+    with pytest.raises(vf.InputError, match="max_episode_steps: expected an option that the format rollout understands"):
         vf.load(rollout, done_column="done", max_episode_steps=3, autoreset="same-step")
     data = vf.load(rollout | {"limit": done}, done_column="done", truncated_column="limit", autoreset="same-step")
     assert not data.terminated.any()
@@ -120,7 +120,7 @@ def test_a_tensordict_has_one_reward_per_entry_of_its_batch() -> None:
         vf.load(Batch(observation=torch.zeros(2, 3, 1), next=after))
     two = tensordict()
     two["next"]["reward"] = two["next"]["reward"].repeat(1, 2)
-    with pytest.raises(vf.InputError, match=r"reward|expected"):
+    with pytest.raises(vf.InputError, match="set batch_size to batch and time"):
         vf.load(two)
 
 
@@ -202,8 +202,7 @@ def test_counts_are_the_same_for_every_block_size() -> None:
             assert {name: sum(getattr(block, counts).get(name, 0) for block in blocks) for name in names} == dict(
                 getattr(whole, counts)
             )
-    again = list(vf.load(whole, stream=True, block_size=2))
-    assert sum(block.dropped.get(LOST, 0) for block in again) == whole.dropped[LOST]
+    assert dict(vf.concatenate(whole.episodes()).dropped) == {}  # what reading left out is no part's
 
 
 def test_flags_in_words() -> None:
@@ -221,22 +220,26 @@ def test_list_columns_count_towards_the_limit(tmp_path: Path, monkeypatch: pytes
             vf.load(tmp_path / name)
 
 
-ODD: dict[str, Any] = {
-    "set": {"observations": [0.0], "rewards": {1.0}, "terminated": [1]},
-    "generator": {"observations": [0.0], "rewards": (x for x in [1.0]), "terminated": [1]},
-    "scalar": {"observations": [0.0], "rewards": 1.0, "terminated": [1]},
-    "rollout with flat steps": {"observations": np.zeros((3, 2, 1)), "rewards": np.zeros((3, 2)), "terminated": np.zeros((3, 2)), "steps": [0, 1, 2]},
-    "huge": pd.DataFrame({"obs_0": [10**400], "reward": [1], "terminated": [1]}),
-    "columns that are none": type("Odd", (), {"columns": 5})(),
-    "column names that are none": type("Odd", (), {"column_names": 1})(),
-}  # fmt: skip
+ODD: dict[str, tuple[Any, str]] = {
+    "set": ({"observations": [0.0], "rewards": {1.0}, "terminated": [1]}, "a number per row, got set"),
+    "generator": ({"observations": [0.0], "rewards": (x for x in [1.0]), "terminated": [1]}, "a number per row, got generator"),
+    "scalar": ({"observations": [0.0], "rewards": 1.0, "terminated": [1]}, "a number per row, got float"),
+    "rollout with flat steps": (
+        {"observations": np.zeros((3, 2, 1)), "rewards": np.zeros((3, 2)), "terminated": np.zeros((3, 2)), "steps": [0, 1, 2]},
+        "in a rollout, got 'steps'",
+    ),
+    "huge": (pd.DataFrame({"obs_0": [10**400], "reward": [1], "terminated": [1]}), "an object that cannot be read|numbers"),
+    "columns that are none": (type("Odd", (), {"columns": 5})(), "an object that cannot be read as one"),
+    "column names that are none": (type("Odd", (), {"column_names": 1})(), "an object that cannot be read as one"),
+}
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_objects_are_refused_in_one_line(name: str) -> None:
+    source, message = ODD[name]
     for load in (vf.load, lambda source: list(vf.load(source, stream=True))):
-        with pytest.raises(vf.InputError) as caught:
-            load(ODD[name])
+        with pytest.raises(vf.InputError, match=message) as caught:
+            load(source)
         assert "\n" not in str(caught.value)
 
 
@@ -246,3 +249,126 @@ def test_names_of_features_survive_where_they_say_something(tmp_path: Path) -> N
     vf.export(vf.load(tmp_path / "a.csv"), "minari", tmp_path / "set")  # without actions
     assert vf.load(tmp_path / "set").actions is None
     assert json.loads((tmp_path / "set" / "data" / "metadata.json").read_text())["total_steps"] == 2
+
+
+def test_a_rollout_has_no_ids_of_its_own() -> None:
+    rollout = {"observations": np.arange(12.0).reshape(6, 2, 1), "rewards": np.ones((6, 2)), "terminated": np.zeros((6, 2))}
+    with pytest.raises(vf.InputError, match="episodes that follow from the flags, in a rollout, got 'episode_ids'"):
+        vf.load(rollout | {"episode_ids": np.repeat([[0], [1]], 3, axis=0) * np.ones((6, 2))})
+
+
+def test_reset_steps_go_even_where_final_observations_are_kept() -> None:
+    ends = np.zeros((5, 1))
+    ends[2] = 1
+    rows = {"observations": column(0, 1, 2, 3, 10), "rewards": np.ones((5, 1)), "terminated": 0 * ends, "truncated": ends}
+    data = vf.load(rows | {"final_observations": column(0, 0, 3, 0, 0)}, autoreset="next-step")
+    assert data.observations[:, 0].tolist() == [0, 1, 2]
+    assert data.next_observations[:, 0].tolist() == [1, 2, 3]
+
+
+def test_a_log_does_not_change_with_the_table_it_came_from() -> None:
+    frame = pd.DataFrame({"obs_0": np.arange(3.0), "obs_1": np.arange(3.0), "reward": np.ones(3), "terminated": [0, 0, 1]})
+    data = vf.load(frame)
+    frame.loc[0, "reward"] = 99.0
+    frame.iloc[0, 0] = 99.0
+    assert data.rewards[0] == 1
+    assert data.observations[0, 0] == 0
+    base = np.ones(3)
+    view = base.view()
+    view.flags.writeable = False
+    data = vf.Transitions(observations=base, next_observations=base, rewards=view, terminated=np.zeros(3))
+    base[0] = 5
+    assert data.rewards[0] == data.observations[0, 0] == 1
+
+
+def test_pieces_of_an_episode_are_reported() -> None:
+    rows = {"observations": np.array([0.0, 1, 10, 11, 20, 21]), "rewards": np.ones(6), "terminated": np.zeros(6)}
+    data = vf.load(rows | {"episode_ids": [0, 0, 1, 1, 0, 0]})
+    assert [reason for reason in data.assumed if "in order of appearance" in reason]
+    assert not vf.load(rows | {"episode_ids": [0, 0, 1, 1, 0, 0], "steps": [0, 1, 0, 1, 2, 3]}).assumed
+
+
+def test_frames_that_are_lacking_are_counted_in_streams_of_any_size(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "lerobot" / "v3", tmp_path / "set")
+    info = tmp_path / "set" / "meta" / "info.json"
+    document = json.loads(info.read_text())
+    info.write_text(json.dumps(document | {"total_frames": document["total_frames"] + 5}))
+    for size in (1, 2, 3, 1000):
+        blocks = vf.load(tmp_path / "set", stream=True, block_size=size)
+        assert sum(sum(block.assumed.values()) for block in blocks) == 5
+
+
+def test_ids_are_text_or_numbers() -> None:
+    rows = {"observations": np.arange(4.0), "rewards": np.ones(4), "terminated": np.zeros(4)}
+    data = vf.load(rows | {"episode_ids": np.array([b"a", b"a", b"b", b"b"])})
+    assert data.episode_ids.tolist() == ["a", "b"]
+    with pytest.raises(vf.InputError, match="whole numbers or text, got both"):
+        vf.load(rows | {"episode_ids": np.array([1, "1", 1, 1], dtype=object)})
+
+
+def test_exports_keep_the_order_of_features_and_refuse_what_they_cannot_hold(tmp_path: Path) -> None:
+    data = vf.Transitions(
+        observations=[[1.0, 2.0], [3.0, 4.0]], next_observations=[[3.0, 4.0], [5.0, 6.0]], rewards=[0.0, 1.0],
+        terminated=[False, True], obs_names=("j_2", "j_1"), steps=[5, 6],
+    )  # fmt: skip
+    vf.export(data, "parquet", tmp_path / "log")
+    back = vf.load(tmp_path / "log")
+    assert (back.obs_names, back.observations.tolist()) == (data.obs_names, data.observations.tolist())
+    with pytest.raises(vf.InputError, match=r"steps 0, 1, 2, \.\."):
+        vf.export(data, "minari", tmp_path / "set")
+    with pytest.raises(vf.InputError, match="a name of its own for each feature"):
+        data.replace(obs_names=("a", "a"))
+
+
+def test_the_limit_counts_only_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VALUEFORMER_MAX_BYTES", str(2**20))
+    pictures = [np.random.default_rng(i).bytes(300_000) for i in range(10)]
+    table = pa.table({"obs": np.arange(10.0), "obs_picture": pictures, "reward": np.ones(10), "terminated": np.arange(10) == 9})
+    pyarrow.parquet.write_table(table, tmp_path / "log")
+    assert len(vf.load(tmp_path / "log", obs_columns="obs")) == 10
+    assert sum(map(len, vf.load(tmp_path / "log", obs_columns="obs", stream=True, block_size=4))) == 10
+
+
+def test_a_stream_of_text_meets_decimals_late(tmp_path: Path) -> None:
+    rows = ["0,1,0,1"] * 300_000 + ["0.5,0.5,0,0.5"]
+    (tmp_path / "log.csv").write_text("obs_0,reward,terminated,discount\n" + "\n".join(rows) + "\n")
+    last = list(vf.load(tmp_path / "log.csv", stream=True))[-1]
+    assert last.next_observations[-1, 0] == 0.5
+
+
+def test_shuffled_rows_without_their_steps_are_noticed() -> None:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"obs_0": np.arange(100.0), "reward": 1.0, "run": np.repeat(np.arange(10), 10), "k": np.tile(np.arange(10), 10)}
+    )
+    frame = frame.assign(terminated=0).iloc[rng.permutation(100)]
+    with pytest.raises(vf.InputError, match="name episode_column and step_column"):
+        vf.load(frame, step_column="k")
+    data = vf.load(frame, step_column="k", episode_column="run")
+    np.testing.assert_array_equal(data.next_observations, data.observations + 1)
+    ended = frame.assign(terminated=frame.k == 9)
+    with pytest.raises(vf.InputError, match="shuffled rows need a step_column"):
+        vf.load(ended, episode_column="run")
+    timed = vf.load(frame.assign(seconds=frame.k * 0.02), step_column="seconds", episode_column="run")  # a clock orders as well
+    assert timed.observations.tobytes() == data.observations.tobytes()
+    assert timed.steps.tolist() == data.steps.tolist()
+    assert sum(timed.assumed.values()) == 100
+
+
+def test_two_flags_that_explain_each_other() -> None:
+    rows = {"observations": np.arange(4.0), "rewards": np.ones(4)}
+    data = vf.load(rows | {"is_terminal": [0, 1, 0, 0], "timeout": [0, 0, 0, 1]})
+    assert data.terminated.tolist() == [False, True, False]
+    assert data.truncated.tolist() == [False, False, True]
+    with pytest.raises(vf.InputError, match="alone does not say"):
+        vf.load(rows | {"done": [0, 1, 0, 1], "timeout": [0, 0, 0, 1]})
+
+
+@pytest.mark.parametrize("name", ["arrays", "tensordict", "polars with lists", "d3rlpy buffer"])
+def test_logs_in_memory_stream_as_they_load(name: str) -> None:
+    make, _ = MEMORY[name]
+    whole = vf.load(make())
+    blocks = list(vf.load(make(), stream=True, block_size=7))
+    assert max(map(len, blocks)) <= 7
+    for field in ("observations", "next_observations", "rewards", "truncated", "steps", "episode_ids"):
+        np.testing.assert_array_equal(np.concatenate([getattr(block, field) for block in blocks]), getattr(whole, field))

@@ -300,7 +300,7 @@ def test_an_existing_folder_is_never_overwritten(run, logs: dict[str, Path], tmp
     assert sorted(os.listdir(logs["cartpole"] / "data")) == before
     for arguments, message in (
         (("--to", "csv", "--out", tmp_path / "x"), "--to: expected one of npz, parquet, minari"),
-        (("--to", "npz", "--out", tmp_path), "expected a file, got a folder"),
+        (("--to", "npz", "--out", tmp_path), "expected a new file, got a folder"),
         (("--to", "npz", "--out", logs["pendulum"] / "data" / "metadata.json" / "x.npz"), "is not one"),
     ):
         outcome = run("convert", logs["cartpole"], *arguments)

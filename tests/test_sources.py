@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "ragged lists": (lambda p: pyarrow.parquet.write_table(pa.table({"obs": [[1.0], [1.0, 2.0]], "reward": [0.0, 0.0], "terminated": [0, 1]}), p / "a.parquet") or p / "a.parquet", "column obs: expected numbers, or lists of one length"),
     "times": (lambda p: pyarrow.parquet.write_table(pa.table({"obs_0": pa.array([1, 2], pa.duration("s")), "reward": [0.0, 0.0], "terminated": [0, 1]}), p / "a.parquet") or p / "a.parquet", "column obs_0: expected numbers, got times"),
     "null ids": (lambda p: pyarrow.parquet.write_table(pa.table({"obs_0": [1.0, 2.0], "reward": [0.0, 0.0], "terminated": [0, 1], "episode_id": pa.nulls(2)}), p / "a.parquet") or p / "a.parquet", "episode_ids"),
-    "yes and no": (write_bytes("a.csv", b"obs_0,reward,terminated\n1,0,no\n2,0,yes\n"), "terminated: expected numbers, got 'no' at position 0"),
+    "yes and no": (write_bytes("a.csv", b"obs_0,reward,terminated\n1,0,no\n2,0,maybe\n"), "terminated: expected numbers, got 'no' at position 0"),
     "long name": (lambda p: p / ("x" * 300), "expected a path|nothing there"),
     "no such user": (lambda p: "~nobody-of-that-name/x.csv", "expected a path"),
     "empty name": (lambda p: "", "nothing there"),

@@ -71,10 +71,10 @@ def flags(name: str, value: Any) -> Array:
 
 
 def _flags_from_text(array: Array) -> Array:
-    """Return flags written as ``true`` and ``false`` (in any case), ``1`` and ``0``; anything else as it is."""
+    """Return flags written as ``true`` or ``yes``, ``false`` or ``no`` (in any case), ``1``, ``0``; anything else as it is."""
     if array.dtype.kind not in "OU":
         return array
-    known = {"true": True, "false": False, "1": True, "0": False}
+    known = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
     words = [known.get(v.strip().lower()) if isinstance(v, str) else v if isinstance(v, bool) else None for v in array.flat]
     return array if None in words else np.array(words, bool).reshape(array.shape)
 
@@ -107,7 +107,11 @@ def identifiers(name: str, value: Any) -> Array:
         missing = next((i for i, v in enumerate(values) if v is None or v != v), None)
         if missing is not None:
             raise InputError(name, "an id in every row", f"none at row {missing}", "fill missing ids")
-        return np.array([v if isinstance(v, str) else str(v) for v in values], dtype=str)
+        values = [v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in values]
+        texts = sum(isinstance(v, str) for v in values)
+        if 0 < texts < len(values):
+            raise InputError(name, "whole numbers or text", "both", "write all ids alike")
+        return np.array([str(v) for v in values], dtype=str)
     except TypeError:
         raise InputError(name, "whole numbers or text", f"dtype {array.dtype}") from None
 
@@ -132,7 +136,7 @@ def finite(name: str, array: Array) -> Array:
             name,
             "finite numbers",
             f"{array[tuple(where)]} at row {where[0]}{column} ({int(bad.sum())} in all)",
-            "drop or repair those rows",
+            "repair those rows, or leave them out of the log: drop_nonfinite=True (--drop-nonfinite)",
         )
     return array
 

@@ -122,8 +122,8 @@ def _problems(data: Transitions, unfinished: NDArray[np.int64]) -> Iterator[Prob
         yield Problem(
             "columns not used",
             len(data.unused),
-            repr(data.unused[0]),
-            "harmless, unless one is a field under another name",
+            ", ".join(map(repr, data.unused[:8])) + (", .." if len(data.unused) > 8 else ""),
+            "harmless, unless one is a field under another name: ids, steps, a flag",
         )
     order = np.lexsort((data.steps, data.episode_index))
     twice = int(((np.diff(data.episode_index[order]) == 0) & (np.diff(data.steps[order]) == 0)).sum())

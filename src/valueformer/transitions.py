@@ -20,10 +20,10 @@ from valueformer import fields
 from valueformer.errors import InputError
 from valueformer.inspection import DataReport, inspect
 
-__all__ = ["Returns", "Transitions", "concatenate"]
+__all__ = ["FIELDS", "Returns", "Transitions", "concatenate", "followers"]
 
 Array = NDArray[Any]
-_ARRAYS = (
+FIELDS = (
     "observations",
     "next_observations",
     "rewards",
@@ -161,6 +161,8 @@ class Transitions:
             object.__setattr__(self, "obs_names", tuple(map(str, self.obs_names)))
             if len(self.obs_names) != self.obs_dim:
                 raise InputError("obs_names", f"{self.obs_dim} names, one per feature", str(len(self.obs_names)))
+            if len(set(self.obs_names)) < len(self.obs_names):
+                raise InputError("obs_names", "a name of its own for each feature", f"{', '.join(self.obs_names)[:80]}")
         # a path may hold bytes that are no text; reports and JSON need text
         object.__setattr__(self, "source", str(self.source).encode("utf-8", "replace").decode())
         for name in ("dropped", "assumed"):
@@ -257,7 +259,9 @@ class Transitions:
             raise InputError("index", "a slice, a boolean mask or integer indices", f"dtype {rows.dtype}")
         if len(self.rewards[rows]) == 0:
             raise InputError("index", "at least one row", "none", "check the mask")
-        return self._trusted(**{n: None if (a := getattr(self, n)) is None else a[rows] for n in _ARRAYS})
+        arrays = {n: None if (a := getattr(self, n)) is None else a[rows] for n in FIELDS}
+        none: Mapping[str, int] = MappingProxyType({})  # what reading the whole left out is no part's
+        return self._trusted(**arrays, dropped=none, assumed=none)
 
     def _trusted(self, **arrays: Any) -> Transitions:
         """Return a copy with other arrays, whose validity the caller answers for: rows of valid data need no second check."""
@@ -364,7 +368,7 @@ def concatenate(parts: Iterable[Transitions]) -> Transitions:
         if len({getattr(part, what) for part in parts}) > 1:
             raise InputError("parts", f"one {what}", str([getattr(part, what) for part in parts]), "same features in all")
     arrays: dict[str, Any] = {}
-    for name in _ARRAYS:
+    for name in FIELDS:
         present = [getattr(part, name) is not None for part in parts]
         if any(present) and not all(present):
             raise InputError(name, "the field in every part or in none", f"{sum(present)} of {len(parts)} parts have it")
@@ -389,7 +393,10 @@ def concatenate(parts: Iterable[Transitions]) -> Transitions:
 
 
 def _frozen(array: Array) -> Array:
-    """Return a read-only array, copied if its owner could still write to it."""
-    array = (array.copy() if array.flags.writeable else array).view()
+    """Return a read-only array, copied if anybody could still write to it, be it through the array that it is a view of."""
+    owner = array
+    while isinstance(owner.base, np.ndarray) and not owner.flags.writeable:
+        owner = owner.base
+    array = (array.copy() if owner.flags.writeable else array).view()
     array.flags.writeable = False
     return array

@@ -17,18 +17,13 @@ from numpy.typing import NDArray
 
 from valueformer.errors import InputError, MissingExtraError
 from valueformer.files import write_atomically
-from valueformer.transitions import Transitions
+from valueformer.transitions import FIELDS, Transitions
 
 __all__ = ["FORMATS", "Record", "box", "check_new", "dataset_id", "export", "write_minari"]
 
 Array = NDArray[Any]
 FORMATS = ("npz", "parquet", "minari")
 MINARI_VERSION = "0.5.3"  # of the layout written here, which Minari >= 0.5 reads
-
-_FIELDS = (
-    "observations", "next_observations", "rewards", "terminated", "truncated", "actions", "next_actions", "discounts",
-    "episode_ids", "steps", "sample_weight",
-)  # fmt: skip
 
 
 class Record(NamedTuple):
@@ -47,7 +42,7 @@ def export(data: Transitions, form: str, path: Path) -> None:
     """Write ``data`` as ``npz``, ``parquet`` or ``minari``; read back, it is equal row by row.
 
     Minari holds less: raises InputError where a next observation is not the following row's observation, and for discounts,
-    weights, next actions and gaps in steps. Its episodes are renumbered from 0.
+    weights, next actions, and steps other than 0, 1, 2, ... Its episodes are renumbered from 0 and its features unnamed.
     """
     if form not in FORMATS:
         raise InputError("--to", f"one of {', '.join(FORMATS)}", repr(form))
@@ -56,7 +51,7 @@ def export(data: Transitions, form: str, path: Path) -> None:
         spaces = {"observation_space": box(data.observations), "action_space": box(records[0].actions[""])}
         write_minari(path, records, {**spaces, "dataset_id": dataset_id(path.name)})
     elif form == "npz":
-        arrays = {name: value for name in _FIELDS if (value := getattr(data, name)) is not None}
+        arrays = {name: value for name in FIELDS if (value := getattr(data, name)) is not None}
         names = {} if data.obs_names is None else {"obs_names": np.array(data.obs_names)}
         write_atomically(path, lambda file: _savez(file, arrays | names))
     else:
@@ -68,9 +63,9 @@ def _write_table(table: pa.Table, path: Path) -> None:
         pyarrow.parquet.write_table(table, file, write_page_checksum=True)
 
 
-def _savez(path: Path, arrays: Mapping[str, Array]) -> None:
+def _savez(path: Path, arrays: Mapping[str, Any]) -> None:
     with path.open("wb") as file:  # numpy would add .npz to a name
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+        np.savez_compressed(file, **arrays)  # numbers and text: nothing to pickle
 
 
 def _table(data: Transitions) -> pa.Table:
@@ -95,8 +90,8 @@ def _records(data: Transitions) -> Iterable[Record]:
     for part in data.episodes():
         part = part[np.argsort(part.steps, kind="stable")]
         what = f"episode {part.episode_ids[0].item()!r}"
-        if (np.diff(part.steps) != 1).any():
-            raise InputError(f"--to minari: {what}", "steps without gaps", "a gap", "Parquet and NPZ keep them")
+        if not np.array_equal(part.steps, np.arange(len(part))):
+            raise InputError(f"--to minari: {what}", "steps 0, 1, 2, ..", "others", "Parquet and NPZ keep them")
         odd = np.flatnonzero((part.next_observations[:-1] != part.observations[1:]).any(axis=1))
         if len(odd):
             got = f"another one at step {int(part.steps[odd[0]])} ({len(odd)} in this episode)"
@@ -168,7 +163,10 @@ def write_minari(folder: Path, records: Iterable[Record], metadata: Mapping[str,
         (temporary / "data" / "metadata.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         if folder.is_dir():
             folder.rmdir()  # empty, as checked
-        os.replace(temporary, folder)
+        try:
+            os.replace(temporary, folder)
+        except OSError:
+            raise InputError(str(folder), "a new folder", "one that appeared meanwhile", "is another run at work?") from None
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

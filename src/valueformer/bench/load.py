@@ -21,9 +21,9 @@ __all__ = ["run", "write_table"]
 
 _EPISODE = 500
 
-# Each measurement is a process of its own: peak memory is a process's, and none finds the other's warm caches.
+# Each measurement is a process of its own, since peak memory is a process's.
 _MEASURE = """
-import json, resource, sys, time
+import json, sys, time
 kind, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 import pyarrow.parquet
 from valueformer.sources import load
@@ -35,8 +35,12 @@ else:
     for block in load(path, stream=True, block_size=size):
         rows += len(block)
 seconds = time.perf_counter() - start
-scale = 1 if sys.platform == "darwin" else 1024
-print(json.dumps({"rows": rows, "seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale}))
+try:
+    import resource
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+except ImportError:  # Windows
+    peak = float("nan")
+print(json.dumps({"rows": rows, "seconds": seconds, "peak": peak}))
 """
 
 

@@ -20,6 +20,7 @@ app = typer.Typer(
     name="valueformer",
     help="Policy evaluation by in-context learning: values of a log's policy, with no training.",
     add_completion=False,
+    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -57,7 +58,7 @@ def main() -> None:
         code = _fail(str(error))
     except OSError as error:  # standard output: a full disk, or a closed pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else the interpreter tries once more to flush it, and fails
-        code = _fail(f"standard output: {error.strerror or error}")
+        code = _fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
     if code == _INTERRUPTED:

@@ -103,17 +103,22 @@ def convert(
         raise InputError("--to", f"one of {', '.join(FORMATS)}", repr(to))
     if to != "minari":
         check_out(out.absolute().parent, ())
-        if writing(f"--out {out}", "a file", lambda: out.exists() and not out.is_file()):
-            raise InputError(f"--out {out}", "a file", "a folder or a device", "name a file in it")
+        if writing(f"--out {out}", "a file", lambda: out.exists() or out.is_symlink()):
+            what = "a folder" if out.is_dir() else "something that exists"
+            raise InputError(f"--out {out}", "a new file", what, "choose another name, or remove it")
     transitions = load(data, **reading)
     writing(f"--out {out}", "a path that can be written to", lambda: export(transitions, to, out))
     document = {"source": transitions.source, "format": to, "out": shown(out), "n_transitions": len(transitions)}
-    document |= {"dropped": dict(transitions.dropped)}
+    document |= {"dropped": dict(transitions.dropped), "assumed": dict(transitions.assumed), "unused": list(transitions.unused)}
     if json:
         sys.stdout.write(to_json(document))
         return
-    lost = "".join(f"; {count} rows dropped: {reason}" for reason, count in transitions.dropped.items())
-    typer.echo(f"{len(transitions)} transitions in {transitions.n_episodes} episodes written to {shown(out)}{lost}")
+    typer.echo(f"{len(transitions)} transitions in {transitions.n_episodes} episodes written to {shown(out)}")
+    for what, counts in (("dropped", transitions.dropped), ("assumed", transitions.assumed)):
+        for reason, count in counts.items():
+            typer.echo(f"{what}: {reason} ({count})")
+    if transitions.unused:
+        typer.echo(f"columns not used: {', '.join(transitions.unused)}")
 
 
 def samples(json: Json = False) -> None:

@@ -45,15 +45,19 @@ def evaluate(
     reading: dict[str, Any],
 ) -> None:
     """Estimate V(s) of the policy that made a log, and test it on episodes left out."""
+    from valueformer.sources import load, load_observations
+
+    if out is not None:
+        check_out(out, OUTPUTS)
+    transitions = load(data, **reading)  # before torch is imported: what cannot be read is said at once
+    queries = None if query is None else load_observations(query, transitions.obs_names)
+
     from valueformer import kernels
     from valueformer.estimator import ValueFormer
     from valueformer.evaluation import evaluate as run
     from valueformer.report import summary_rows, write_report
     from valueformer.results import to_json
-    from valueformer.sources import load, load_observations
 
-    if out is not None:
-        check_out(out, OUTPUTS)
     model = ValueFormer(
         kernel=kernel if temperature is None else kernels.by_name(kernel, temperature),
         num_layers=_layers(layers),
@@ -67,8 +71,6 @@ def evaluate(
         device=device,
         random_state=seed,
     )
-    transitions = load(data, **reading)
-    queries = None if query is None else load_observations(query, transitions.obs_names)
     result = with_progress("evaluating", lambda report: run(transitions, model, queries=queries, progress=report))
     files: dict[str, str] = {}
     if out is not None:

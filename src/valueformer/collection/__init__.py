@@ -130,15 +130,19 @@ def run(
 ) -> None:
     """Collect into a new Minari folder.
 
-    Finished episodes are kept beside it until all are there, so that an interrupted run goes on where it stopped. Raises
-    InputError for a folder in use, an unknown environment or policy, or a policy's action that does not fit.
+    Finished episodes are kept beside it until all are there, so that an interrupted run goes on where it stopped; a complete
+    log of the same request is left as it is. Raises InputError for a folder in use, an unknown environment or policy, or a
+    policy's action that does not fit.
     """
     if not isinstance(workers, int) or workers < 1:
         raise InputError("--workers", "a whole number >= 1", repr(workers))
+    if _complete(folder, request):
+        progress(request.episodes, request.episodes)
+        return
     check_new(folder)
-    first = _simulator(request.scheme, request.name, request.goal(0))  # an unknown name or policy fails here, before any work
+    first = _simulator(request, 0)  # an unknown name or policy fails here, before any work
     _limit(request, first)
-    _policy(request)
+    _policy(request, first)
     if request.noise_sd and not hasattr(first.environment.action_space, "low"):
         raise InputError("--noise", "continuous actions", str(first.environment.action_space), "leave it out")
     partial = folder.absolute().parent / f".{folder.name}.partial"
@@ -156,6 +160,15 @@ def run(
     records = (_read(_part(partial, i), request.goal(i)) for i in range(request.episodes))
     write_minari(folder, records, _metadata(request, first, _read(_part(partial, 0), 0)))
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def _complete(folder: Path, request: Request) -> bool:
+    """Whether a folder holds the log of the same request."""
+    try:
+        said = json.loads((folder / "data" / "metadata.json").read_text(encoding="utf-8"))
+        return said["request"] == json.loads(json.dumps(request.document()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _resume(partial: Path, request: Request) -> None:
@@ -218,9 +231,9 @@ def _one(request: Request, partial: Path, episode: int) -> int:
 
 def play(request: Request, episode: int) -> Record:
     """Return one episode of a request; no other episode has any part in it."""
-    simulator = _simulator(request.scheme, request.name, request.goal(episode))
+    simulator = _simulator(request, episode)
     reset = int.from_bytes(generator("reset", request.name, request.seed, episode).bytes(4), "little") >> 1
-    policy, limit = _policy(request), _limit(request, simulator)
+    policy, limit = _policy(request, simulator), _limit(request, simulator)
     try:
         with redirect_stdout(sys.stderr):  # what somebody's policy prints is no part of the answer
             random = request.stream(episode)
@@ -231,16 +244,30 @@ def play(request: Request, episode: int) -> Record:
         what = f"{request.scheme}:{request.name}, policy {request.policy}"
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise InputError(what, "an episode", got, "check the policy") from error
+    finally:
+        if request.scheme != "metaworld":
+            simulator.environment.close()
+
+
+def _simulator(request: Request, episode: int) -> simulators.Simulator:
+    """Return a simulator that no other episode has left a trace in.
+
+    A Gymnasium environment may remember earlier episodes, so it is made anew; MetaWorld's reset erases them, and making one of
+    its environments takes as long as an episode.
+    """
+    goal = request.goal(episode)
+    return (
+        _metaworld(request.name, goal) if request.scheme == "metaworld" else simulators.make(request.scheme, request.name, goal)
+    )
 
 
 @lru_cache(maxsize=4)
-def _simulator(scheme: str, name: str, goal: int) -> simulators.Simulator:
-    return simulators.make(scheme, name, goal)
+def _metaworld(name: str, goal: int) -> simulators.Simulator:
+    return simulators.make("metaworld", name, goal)
 
 
-def _policy(request: Request) -> simulators.Policy:
-    space = _simulator(request.scheme, request.name, request.goal(0)).environment.action_space
-    return simulators.make_policy(str(request.policy), request.scheme, request.name, space)
+def _policy(request: Request, simulator: simulators.Simulator) -> simulators.Policy:
+    return simulators.make_policy(str(request.policy), request.scheme, request.name, simulator.environment.action_space)
 
 
 def _limit(request: Request, simulator: simulators.Simulator) -> int:
@@ -259,7 +286,8 @@ def _write(path: Path, episode: Record) -> None:
     arrays = {"rewards": episode.rewards, "terminated": episode.terminated, "truncated": episode.truncated}
     for kind in ("observations", "actions", "infos"):
         arrays |= {f"{kind}/{name}": array for name, array in getattr(episode, kind).items()}
-    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    members: dict[str, Any] = arrays
+    write_atomically(path, lambda file: np.savez(file, **members))
 
 
 def _read(path: Path, seed: int) -> Record:

@@ -33,7 +33,7 @@ from valueformer.sources.alignment import Rows
 from valueformer.sources.options import CHOICE, MEANING, TABLE, Options
 from valueformer.transitions import Transitions
 
-__all__ = ["FORMATS", "Options", "Source", "load", "load_observations", "names"]
+__all__ = ["FORMATS", "TABLES", "Options", "Source", "load", "load_observations"]
 
 BLOCK_SIZE = 32_768
 
@@ -77,11 +77,6 @@ SCHEMES: Mapping[str, Callable[[str], Transitions | Path]] = {
 }
 
 
-def names() -> list[str]:
-    """Return the names of all formats and schemes that :func:`load` knows."""
-    return [*_BY_NAME, *(f"{scheme}:" for scheme in SCHEMES), *memory.KINDS]
-
-
 class Reading(TypedDict, total=False):
     """The options of :func:`load` that say what a log's columns mean."""
 
@@ -119,7 +114,7 @@ def load(
     Arrow, arrays, tensors, rollouts (T, E, ..), TensorDict, the buffers of d3rlpy and Stable-Baselines3. User files are never
     unpickled.
 
-    - ``format``: one of :func:`names`, where content fits several.
+    - ``format``: the name of a file format (:data:`FORMATS`, :data:`TABLES`), where content fits several.
     - ``stream``: yield Transitions of at most ``block_size`` rows instead, aligned across their borders; HDF5 and tables are
       then never in memory as a whole. Rows must be in order.
     - ``obs_columns``, ``next_obs_columns``, ``action_columns``: names or patterns (``"joint_*,gripper"``).
@@ -149,10 +144,12 @@ def load(
         if isinstance(found, Path):
             return _file(found, str(source) or "''", format, size, chosen)
         source = found
+    if format is not None:
+        raise InputError("format", "a file", f"{format!r} for what is none", "leave it out")
     if isinstance(source, Transitions):
         if given := chosen.given():
             raise InputError(given[0], "a file or table to read", f"{source.source!r}, whose meaning is settled")
-        return _slices(source, block_size) if stream else source
+        return (source[i : i + block_size] for i in range(0, len(source), block_size)) if stream else source
     return _read(f"{type(source).__name__} in memory", "log", lambda: memory.rows(source, chosen), size, chosen, owned=False)
 
 
@@ -188,12 +185,6 @@ def _read(
     return next(_guarded(where, what, parts)) if size is None else _guarded(where, what, parts)
 
 
-def _slices(data: Transitions, size: int) -> Iterator[Transitions]:
-    for start in range(0, len(data), size):
-        part = data[start : start + size]
-        yield part if start == 0 else part.replace(dropped={}, assumed={})  # counted once
-
-
 def _guarded(where: Path | str, what: str, read: Callable[[], Iterator[Transitions]]) -> Iterator[Transitions]:
     """Yield what ``read`` yields; whatever a parser raises on damage becomes one InputError that names the source."""
     try:
@@ -204,8 +195,12 @@ def _guarded(where: Path | str, what: str, read: Callable[[], Iterator[Transitio
         raise InputError(f"{where}: {error.what}", error.expected, error.got, error.mend) from error
     except MissingExtraError:
         raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    except MemoryError as error:
+        raise InputError(str(where), "a log that fits into memory", "more", "stream it (stream=True)") from error
+    except Exception as error:  # parsers have many errors of their own; the cause stays attached
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if isinstance(where, str):
+            raise InputError(where, "a log", f"an object that cannot be read as one ({reason})", "see help(vf.load)") from error
         mend = "check it with its own tools, or export it again"
         raise InputError(str(where), f"a readable {what}", f"a damaged one ({reason})", mend) from error
 

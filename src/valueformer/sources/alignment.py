@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from valueformer import fields
 from valueformer.errors import InputError
+from valueformer.sources.limits import check_size
 from valueformer.sources.options import Options
 from valueformer.transitions import Transitions, followers
 
@@ -27,8 +28,11 @@ LOST = "no next observation at the end of a record"
 PADDING = "padding after the end of an episode"
 NONFINITE = "a number that is not finite"
 LIMIT = "an end that no flag marks, set by max_episode_steps"
+PIECES = "a piece of an episode joined to the one before it, in order of appearance, as no steps are given"
+CLOCK = "a time instead of a step number: rows are in its order, and gaps do not show"
 RESTART = "an episode start that only the step numbers show"
 UNBOUNDED = "no truncated flag and no episode ids: episodes end only where terminated"
+_FEW = 20  # rows: among fewer, short episodes may well lose most of theirs
 _EMPTY = ("data", "at least one transition", "none", "check the file and its filters")
 _NOTHING = (
     "observations",
@@ -108,7 +112,7 @@ def regroup(parts: Iterable[Rows], block_size: int | None) -> Iterator[Rows]:
             yield _cut(rows, slice(start, start + block_size))
             rows = replace(rows, dropped={}, assumed={})  # counted once
         pending, waiting = ([_cut(rows, slice(full, None))], waiting - full) if waiting > full else ([], 0)
-    if any(len(part) or part.dropped for part in pending):
+    if any(len(part) or part.dropped or part.assumed for part in pending):
         yield _join(pending)
 
 
@@ -117,13 +121,22 @@ def whole(blocks: Iterable[Rows], *, source: str, form: str, options: Options, o
 
     ``owned``: nobody else holds the arrays, so that they need not be copied.
     """
-    rows = _join(list(blocks))
+    parts, total = [], 0
+    for block in blocks:
+        parts.append(block)
+        total += sum(value.nbytes for value in block.arrays.values())
+        check_size(source, total)
+    rows = _join(parts)
     if not len(rows):
         raise InputError(*(_NOTHING if rows.dropped else _EMPTY))
     rows = _Numbering(options).number(_sorted(_checked(rows)))
+    before = len(rows)
     rows = _with_successors(_finite_only(rows, options), hold=False)
     if not len(rows):
         raise InputError(*_NOTHING)
+    if (lost := rows.dropped.get(LOST, 0)) > before / 2 and before >= _FEW:
+        mend = "are ids or steps missing, or rows shuffled? name episode_column and step_column"
+        raise InputError("observations", "a next observation for most rows", f"none for {lost} of {before}", mend)
     return _transitions(rows, source, form, owned)
 
 
@@ -187,7 +200,7 @@ class _Numbering:
             after = np.flatnonzero(~starts & np.append(self.ended, ends[:-1]) & self._later(arrays))
             if len(after):
                 what, number = ids[after[0]].item(), int(after[0])
-                mend = "give each episode its own id, or leave episode_ids out so that flags end episodes"
+                mend = "shuffled rows need a step_column; else give each episode its own id"
                 got = f"an end and later steps after it, at row {number}"
                 raise InputError("episode_ids", f"only the last step of episode {what!r} to end it", got, mend)
         else:
@@ -214,7 +227,8 @@ class _Numbering:
         if "done" in arrays:
             arrays["terminated"] = arrays.pop("done") & ~truncated
         arrays["truncated"] = truncated
-        arrays.pop("starts", None)
+        for name in ("starts", "times"):
+            arrays.pop(name, None)
         if not named:
             arrays["episode_ids"] = self.id + np.cumsum(starts)
             if shown.any():
@@ -235,10 +249,10 @@ class _Numbering:
         again = next((i for i in new if i in self.seen), None) if self.seen else None
         self.seen.update(new)
         if again is None and len(set(new)) < len(new):
-            again = next(i for i in new if new.count(i) > 1)
-        steps, back = arrays.get("steps"), False
+            again = Counter(new).most_common(1)[0][0]
+        steps, back = arrays.get("steps", arrays.get("times")), False
         if steps is not None:
-            change = np.diff(steps, prepend=steps[0] if starts[0] else self.step)
+            change = np.diff(steps, prepend=steps[0] if starts[0] or "times" in arrays else self.step)
             back = bool((change[~starts] < 0).any())
         if again is not None or back:
             got = "steps that go back" if again is None else f"episode {again!r} in two places"
@@ -257,7 +271,12 @@ def _checked(rows: Rows) -> Rows:
     if "episode_ids" in arrays:
         arrays["episode_ids"] = fields.identifiers("episode_ids", arrays["episode_ids"])
     if "steps" in arrays:
-        arrays["steps"] = fields.whole("steps", arrays["steps"])
+        steps = fields.finite("steps", fields.vector("steps", arrays["steps"]))
+        if (steps == np.round(steps)).all():
+            arrays["steps"] = fields.whole("steps", arrays["steps"])
+        else:  # a clock: it orders the rows, and leaves their steps to be counted
+            arrays["times"] = fields.vector("steps", arrays.pop("steps"))
+            rows = replace(rows, assumed={**rows.assumed, CLOCK: n})
     arrays = {name: fields.length(name, np.atleast_1d(value), n) for name, value in arrays.items()}
     return replace(rows, arrays=arrays)
 
@@ -267,13 +286,15 @@ def _sorted(rows: Rows) -> Rows:
     if "episode_ids" not in rows.arrays or len(rows) == 0:
         return rows
     ids = rows.arrays["episode_ids"]
-    steps = rows.arrays.get("steps", np.zeros(len(ids), int))
+    steps = rows.arrays.get("steps", rows.arrays.get("times", np.zeros(len(ids), int)))
     same = ids[1:] == ids[:-1]
     if int((~same).sum()) + 1 == len(np.unique(ids)) and (np.diff(steps)[same] >= 0).all():
         return rows
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     order = np.lexsort((steps, first[inverse]))
-    return replace(rows, arrays={name: value[order] for name, value in rows.arrays.items()})
+    pieces = int((~same).sum()) + 1 - len(first)
+    assumed = {**rows.assumed, PIECES: pieces} if pieces and not {"steps", "times"} & set(rows.arrays) else rows.assumed
+    return replace(rows, arrays={name: value[order] for name, value in rows.arrays.items()}, assumed=assumed)
 
 
 def _finite_only(rows: Rows, options: Options) -> Rows:
@@ -281,10 +302,10 @@ def _finite_only(rows: Rows, options: Options) -> Rows:
     if not options.drop_nonfinite or len(rows) == 0:
         return rows
     good = np.ones(len(rows), bool)
-    for name in ("observations", "rewards", "actions", "next_observations"):
+    for name in ("observations", "rewards", "actions", "discounts", "sample_weight", "next_observations", "next_actions"):
         if name in rows.arrays:
             finite = np.isfinite(fields.matrix(name, rows.arrays[name])).all(axis=1)
-            good &= finite | rows.arrays["terminated"] if name == "next_observations" else finite
+            good &= finite | rows.arrays["terminated"] if name.startswith("next_") else finite
     return rows if good.all() else _count(_cut(rows, good), {NONFINITE: int((~good).sum())})
 
 
@@ -323,7 +344,9 @@ def _with_successors(rows: Rows, hold: bool) -> Rows:
 
 def _transitions(rows: Rows, source: str, form: str, owned: bool) -> Transitions:
     for value in rows.arrays.values() if owned else ():
-        value.flags.writeable = False  # else Transitions would copy what nobody else can write to
+        while isinstance(value, np.ndarray):
+            value.flags.writeable = False  # else Transitions would copy what nobody else can write to
+            value = value.base
     return Transitions(
         **rows.arrays,
         obs_names=rows.obs_names,

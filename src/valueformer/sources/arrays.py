@@ -54,10 +54,13 @@ class Plan:
 
     def rows(self, arrays: Mapping[str, Any]) -> Rows:
         """Return the rows that the chosen arrays hold."""
-        n = len(np.atleast_1d(as_array(arrays[self.scalars["rewards"]])))
+        n = np.atleast_1d(as_array(arrays[self.scalars["rewards"]])).shape[0]
         out: dict[str, NDArray[Any]] = {}
         for field, name in self.scalars.items():
             out[field] = np.zeros(n, bool) if name == NONE and name not in arrays else as_array(arrays[name])
+            if out[field].ndim == 0:
+                got = type(arrays[name]).__name__
+                raise InputError(f"{self.source}: {name}", "an array with a number per row", got, "a list or an array will do")
         for field, names in self.vectors.items():
             parts = [as_array(arrays[name]) for name in names]
             if len(parts) == 1:

@@ -79,6 +79,7 @@ class Table:
             schema = self._csv_schema(self.path)
         else:
             raise InputError(self.source, "a Parquet, Arrow or CSV table", "unknown content", "convert it")
+        self._schema = schema
         leaves = [(name, top) for top in schema for name in _leaves(top)]
         self.names = unique((name for name, _ in leaves), self.source)
         self._original = {name: leaf for name, (leaf, _) in zip(self.names, leaves, strict=True)}
@@ -105,7 +106,7 @@ class Table:
             yield from [table] if size is None else table.to_batches(max_chunksize=size)
         elif self.form == "parquet":
             with pyarrow.parquet.ParquetFile(self.path) as file:
-                check_size(self.source, _unpacked(file.metadata, tops, size))
+                check_size(self.source, _unpacked(file.metadata, tops, size), streams=size is None)
                 if size is None:
                     yield file.read(tops)
                 else:
@@ -114,9 +115,10 @@ class Table:
         elif self.form == "arrow":
             # A compressed batch says what it unpacks to only when unpacked; its number of rows is known before.
             rows = pyarrow.dataset.dataset(self.path, format="ipc").count_rows()
-            with pa.memory_map(str(self.path)) as file, pyarrow.ipc.open_file(file) as reader:
+            wanted = pyarrow.ipc.IpcReadOptions(included_fields=[self._schema.get_field_index(name) for name in tops])
+            with pa.memory_map(str(self.path)) as file, pyarrow.ipc.open_file(file, options=wanted) as reader:
                 each = rows if size is None else -(-rows // max(reader.num_record_batches, 1))
-                check_size(self.source, 8 * each * max(len(reader.schema), 1))
+                check_size(self.source, 8 * each * max(len(tops), 1), streams=size is None)
                 parts, total = [], 0
                 for i in range(reader.num_record_batches):
                     table = pa.Table.from_batches([reader.get_batch(i)]).select(tops)
@@ -162,9 +164,9 @@ def _unpacked(metadata: Any, tops: Sequence[str], size: int | None) -> int:
     sizes = []
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = [group.column(i) for i in range(group.num_columns)]
-        values = sum(8 * chunk.num_values for chunk in chunks if chunk.path_in_schema.startswith(tuple(tops)))
+        used = [c for c in chunks if any(c.path_in_schema == top or c.path_in_schema.startswith(f"{top}.") for top in tops)]
         share = 1.0 if size is None else min(1.0, size / max(group.num_rows, 1))
-        sizes.append(max(group.total_byte_size, int(values * share)))
+        sizes.append(sum(max(c.total_uncompressed_size, int(8 * c.num_values * share)) for c in used))
     return (sum if size is None else max)(sizes or [0])
 
 

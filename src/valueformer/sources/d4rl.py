@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from valueformer import fields
 from valueformer.errors import InputError
 from valueformer.sources import hdf5
 from valueformer.sources.alignment import Rows
 from valueformer.sources.arrays import Plan
-from valueformer.sources.options import Options, natural
+from valueformer.sources.options import Options, in_order
 
 __all__ = ["blocks", "flat_blocks", "recognises", "recognises_arrays"]
 
@@ -47,7 +49,7 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
         roots = [file]
         if "virtual" in file:
             chunks = hdf5.node(file, "virtual")
-            roots = [hdf5.node(chunks, name) for name in natural(sorted(map(str, chunks)))]
+            roots = [hdf5.node(chunks, name) for name in sorted(map(str, chunks), key=in_order)]
         for root in roots:
             fresh = True  # chunks are separate records
             here = {option: name for option, name in defaults.items() if name in root and getattr(options, option) is None}
@@ -85,17 +87,20 @@ def _flat(root: Any, path: Path, options: Options, block_size: int | None, *, in
         stop = n if block_size is None else min(start + block_size, n)
         rows = plan.rows({name: dataset[start:stop] for name, dataset in used.items()})
         if infer:
-            rows = _infer_ends(rows, used[plan.vectors["observations"][0]][stop : stop + 1])
+            parts = [used[name][stop : stop + 1] for name in plan.vectors["observations"]]
+            rows = _infer_ends(rows, [part.reshape(len(part), -1) if part.size else part.reshape(0, 1) for part in parts])
         yield rows
 
 
-def _infer_ends(rows: Rows, following: Sequence[Any]) -> Rows:
-    """Mark a cut where a stored next observation is not the next row's observation; ``following``: that of the next block."""
+def _infer_ends(rows: Rows, following: Sequence[NDArray[Any]]) -> Rows:
+    """Mark a cut where a stored next observation is not the next row's; ``following``: the next block's first observation."""
     arrays = rows.arrays
-    after = np.concatenate([arrays["observations"][1:], following])  # (n or n - 1, d)
-    apart = (arrays["next_observations"][: len(after)] != after).any(axis=tuple(range(1, after.ndim)))
+    states = arrays["observations"].reshape(len(rows), -1)
+    after = states[1:]
+    if len(following[0]):
+        after = np.concatenate([after, np.concatenate(following, axis=1)])
+    apart = (arrays["next_observations"].reshape(len(rows), -1)[: len(after)] != after).any(axis=1)
     cut = np.zeros(len(rows), bool)
-    cut[: len(after)] = apart & ~np.asarray(arrays["terminated"]).reshape(-1)[: len(after)].astype(bool)
-    return Rows(
-        arrays | {"truncated": cut}, rows.obs_names, rows.unused, assumed={INFERRED: int(cut.sum())} if cut.any() else {}
-    )
+    cut[: len(after)] = apart & ~fields.flags("terminated", arrays["terminated"])[: len(after)]
+    assumed = {INFERRED: int(cut.sum())} if cut.any() else {}
+    return Rows(arrays | {"truncated": cut}, rows.obs_names, rows.unused, assumed=assumed)

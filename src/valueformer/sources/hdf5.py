@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from valueformer.errors import InputError, MissingExtraError
 from valueformer.sources.limits import check_size
-from valueformer.sources.options import natural
+from valueformer.sources.options import in_order
 
 __all__ = ["check_all", "describe", "features", "is_hdf5", "leaves", "node", "opened", "top_names"]
 
@@ -86,10 +86,13 @@ def leaves(group: Any, prefix: str = "", skip: Collection[str] = ()) -> dict[str
     import h5py
 
     found: dict[str, Any] = {}
-    for name in natural(sorted(map(str, group))):
+    for name in sorted(map(str, group), key=in_order):
         if name in skip:
             continue
-        item = node(group, name)
+        try:
+            item = node(group, name)
+        except KeyError:  # a link that leads nowhere
+            continue
         if isinstance(item, h5py.Dataset):
             found[prefix + name] = item
         elif isinstance(item, h5py.Group):

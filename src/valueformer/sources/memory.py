@@ -25,7 +25,7 @@ _NEXT = "next/"
 
 _ACCEPTS = {
     "tensordict": CHOICE | MEANING,
-    "rollout": TABLE | {"autoreset"},
+    "rollout": (TABLE | {"autoreset"}) - {"episode_column", "step_column", "max_episode_steps"},
     "d3rlpy-buffer": frozenset({"drop_nonfinite"}),
     "sb3-buffer": frozenset({"drop_nonfinite", "terminated_column"}),
 }
@@ -70,9 +70,8 @@ def _tensordict(data: Any, options: Options, source: str) -> Rows:
     root = {name: value for name, value in leaves.items() if not name.startswith((_NEXT, _COLLECTOR))}
     if not after:
         raise InputError(f"{source}: 'next'", "reward and flags under 'next'", "nothing there", "pass arrays instead")
-    scalars = {
-        name: value for name, value in after.items() if name.split("/")[-1] in ("reward", "done", "terminated", "truncated")
-    }
+    asked = {getattr(options, option) for option in MEANING} | {"reward", "done", "terminated", "truncated"}
+    scalars = {name: value for name, value in after.items() if name in asked or name.split("/")[-1] in asked}
     if {"terminated", "done"} <= set(scalars) and "truncated" not in scalars:
         scalars["truncated"] = scalars["done"] & ~scalars["terminated"]
     chosen = resolve(list(scalars), options, source)

@@ -21,7 +21,7 @@ from valueformer.sources import hdf5
 from valueformer.sources.alignment import PADDING, Rows, episode, regroup
 from valueformer.sources.columns import Table, is_arrow, is_parquet, numbers
 from valueformer.sources.limits import check_size
-from valueformer.sources.options import Options, in_order, natural
+from valueformer.sources.options import Options, in_order
 
 __all__ = ["blocks", "partition_blocks", "recognises", "recognises_partitions", "resolve_id"]
 
@@ -151,7 +151,7 @@ def _partition(path: Path, number: int, files: Sequence[Path], options: Options)
     rows = len(arrays["rewards"])
     steps = _total_steps(files[0].parent, rows)
     parts: dict[str, dict[str, NDArray[Any]]] = {}
-    for name in natural(sorted(arrays)):
+    for name in sorted(arrays, key=in_order):
         part, _, inner = name.partition(".")
         parts.setdefault(part, {})[inner.replace(".", "/")] = arrays[name] if part == "observations" else arrays[name][:steps]
     found = _episode(where, number, parts, options)

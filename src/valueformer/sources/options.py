@@ -41,7 +41,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "truncated": ("truncated", "truncations", "truncateds", "truncation"),
     "episode_ids": ("episode_ids", "episode_id", "episode", "episode_index", "trajectory_id", "traj_id"),
     "starts": ("episode_starts", "is_first"),
-    "steps": ("steps", "step"),
+    "steps": ("steps", "step", "timestep", "time_step", "step_index", "frame_index"),
     "discounts": ("discounts", "discount"),
     "sample_weight": ("sample_weight",),
 }
@@ -50,6 +50,8 @@ END_FLAGS = (
     "done", "dones", "terminal", "terminals", "is_terminal", "timeout", "timeouts", "timelimit.truncated", "is_last",
     "episode_terminals", "episode_ends", "end",
 )  # fmt: skip
+
+_PAIR = (("is_terminal", "terminals", "terminal"), ("timeouts", "timeout", "timelimit.truncated"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,9 @@ def resolve(names: Sequence[str], options: Options, source: str) -> dict[str, st
             raise InputError(f"{source}: {field}", "one column", " and ".join(map(repr, present)), mend)
         if present[0] not in found.values():
             found[field] = present[0]
+    pair = [next((lower[name] for name in group if name in lower), None) for group in _PAIR]
+    if None not in pair and not {"terminated", "truncated", "done"} & set(found):
+        found |= {"terminated": str(pair[0]), "truncated": str(pair[1])}  # each says what the other is not
     used = set(found.values())
     flag = next((name for name in names if name.strip().lower() in END_FLAGS and name not in used), None)
     if flag is not None and not ({"terminated", "truncated"} <= set(found) or "done" in found):

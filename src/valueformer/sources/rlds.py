@@ -78,7 +78,7 @@ def _table_episodes(path: Path, options: Options, block_size: int | None) -> Ite
         first = fields.flags("is_first", part[scalars["is_first"]])
         cuts = np.flatnonzero(first).tolist()
         for start, stop in zip([0, *cuts], [*cuts, len(first)], strict=True):
-            if start in cuts and waiting:
+            if start < len(first) and first[start] and waiting:
                 yield _steps(path, number, waiting, chosen, scalars, unused)
                 number, waiting = number + 1, []
             if stop > start:

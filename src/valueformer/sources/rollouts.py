@@ -50,6 +50,9 @@ def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) ->
     extra = {name: arrays[name] for name in (*_FINAL, "episode_starts") if arrays.get(name) is not None}
     names = [str(name) for name, value in arrays.items() if value is not None and name not in extra]
     plan = Plan(names, options, source)
+    if own := next((plan.scalars[field] for field in ("episode_ids", "steps") if field in plan.scalars), None):
+        mend = "leave it out, or flatten the rollout into rows"
+        raise InputError(f"{source}: {own}", "episodes that follow from the flags, in a rollout", repr(own), mend)
     chosen = {field: as_array(arrays[name]) for field, name in plan.scalars.items() if name != NONE or name in names}
     rewards = chosen["rewards"]
     if rewards.ndim != 2:
@@ -70,7 +73,7 @@ def from_time_major(arrays: Mapping[str, Any], options: Options, source: str) ->
     final = next((_wide(as_array(extra[n]), steps, envs, n) for n in _FINAL if n in extra), None)
     chosen["next_observations"], keep, dropped = _successors(chosen, final, options.autoreset, source)
     ends = chosen["terminated"] | truncated
-    lag = 2 if options.autoreset == "next-step" and final is None else 1  # a reset step lies between
+    lag = 2 if options.autoreset == "next-step" else 1  # a reset step lies between
     starts = np.zeros(ends.shape, bool)
     starts[lag:] = ends[:-lag]
     if "episode_starts" in extra:
@@ -114,7 +117,7 @@ def _successors(
     elif mode is None and ends[:-1].any():
         raise _unsaid(source, "episodes that end, without next_observations or final_observations")
     dropped: dict[str, int] = {}
-    if mode == "next-step" and final is None:
+    if mode == "next-step":
         keep, dropped = _without_resets(ends)
     lacking &= ~terminated & keep
     if lacking.any():

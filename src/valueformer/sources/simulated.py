@@ -55,6 +55,9 @@ def resolve(scheme: str, text: str) -> Path:
         )
         try:
             run(request, folder)
+        except InputError:
+            if not (folder / "data" / "main_data.hdf5").is_file():  # else another process was faster
+                raise
         except OSError as error:
             mend = "set VALUEFORMER_CACHE to a folder that can be written to"
             raise InputError(str(folder), "a cache folder", error.strerror or str(error), mend) from None

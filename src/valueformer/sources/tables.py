@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from valueformer.errors import InputError
 from valueformer.sources.alignment import Rows
 from valueformer.sources.columns import Batch, Table, numbers, unique
-from valueformer.sources.options import COLUMNS, NONE, Options, natural, resolve
+from valueformer.sources.options import COLUMNS, NONE, Options, resolve
 
 __all__ = ["Plan", "blocks", "frame", "gather", "in_memory", "read_columns", "suffixes"]
 
@@ -41,7 +41,7 @@ class Plan:
         for field, kind in _KINDS.items():
             chosen = options.select(COLUMNS[field], names, source, taken) if field in COLUMNS else None
             explicit = chosen is not None
-            chosen = chosen or _ordered(names, kind)
+            chosen = chosen or _ordered(names, kind) or [name for name in names if name == field]  # as arrays are called
             if chosen and field in _LEADERS:
                 chosen = self._like_leader(field, chosen, explicit, options.next_obs_columns)
             if chosen:
@@ -73,7 +73,8 @@ class Plan:
     @property
     def floats(self) -> list[str]:
         """Columns known to hold numbers."""
-        return [*chain(*self.vectors.values()), self.scalars["rewards"]]
+        scalars = [self.scalars[field] for field in ("rewards", "discounts", "sample_weight") if field in self.scalars]
+        return [*chain(*self.vectors.values()), *scalars]
 
     @property
     def texts(self) -> list[str]:
@@ -149,7 +150,10 @@ def _whole_ids(ids: NDArray[Any]) -> NDArray[Any]:
 
 
 def _ordered(names: Sequence[str], kind: str) -> list[str]:
-    return natural([name for name in names if _family(name) == kind])
+    found = [name for name in names if _family(name) == kind]
+    labels = [_label(name, kind) for name in found]
+    numbered = all(label.isascii() and label.isdecimal() for label in labels)
+    return sorted(found, key=lambda name: int(_label(name, kind))) if numbered else found
 
 
 def _label(name: str, kind: str) -> str:
