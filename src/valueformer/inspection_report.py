@@ -71,19 +71,19 @@ def inspection_chart(document: dict[str, Any]) -> alt.HConcatChart:
     """Return the picture: returns and lengths of episodes, rewards, and the range of each feature."""
     drawn = document["picture"]
     episodes, rewards, features = drawn["episodes"], drawn["rewards"], drawn["features"]
-    color = alt.Color(
-        "end:N", scale=alt.Scale(domain=_ENDS, range=[BLUE, ORANGE, GREY]), title=None, legend=alt.Legend(orient="bottom")
-    )
+    ends = {end: hue for end, hue in zip(_ENDS, (BLUE, ORANGE, GREY), strict=True) if end in episodes["end"]}
+    scale = alt.Scale(domain=list(ends), range=list(ends.values()))
+    legend = alt.Legend(orient="top", title="how it ended", titleFontWeight=400, direction="horizontal")
     table = pa.table({name: episodes[name] for name in ("number", "return", "length", "end")})
 
-    def scatter(field: str, title: str, text: str) -> alt.Chart:
+    def scatter(field: str, title: str, text: str, legend: alt.Legend | None) -> alt.Chart:
         mark = alt.Chart(table).mark_circle(size=40, opacity=0.75)
         return mark.encode(
             x=alt.X(
                 "number:Q", title="episode", scale=alt.Scale(padding=8, nice=False), axis=alt.Axis(tickMinStep=1, tickCount=6)
             ),
             y=alt.Y(f"{field}:Q", title=title, scale=alt.Scale(zero=False, padding=8)),
-            color=color,
+            color=alt.Color("end:N", scale=scale, legend=legend),
             tooltip=["number:Q", alt.Tooltip("return:Q", format=".4g"), "length:Q", "end:N"],
         ).properties(width=330, height=140, title=heading(text))
 
@@ -98,14 +98,14 @@ def inspection_chart(document: dict[str, Any]) -> alt.HConcatChart:
             y=alt.Y("count:Q", title="transitions", scale=alt.Scale(type="symlog", domainMin=0), axis=alt.Axis(tickCount=4)),
             y2=alt.datum(0),
         )
-        .properties(width=330, height=120, title=heading("Rewards of all transitions (log scale)"))
+        .properties(width=330, height=120, title=heading("Rewards of all transitions (logarithmic count)"))
     )
     left = alt.vconcat(
-        scatter("return", "sum of rewards", "Return of each episode, undiscounted"),
-        scatter("length", "steps", "Length of each episode"),
+        scatter("return", "sum of rewards", "Return of each episode, undiscounted", legend),
+        scatter("length", "steps", "Length of each episode", None),
         histogram,
         spacing=22,
-    )
+    ).resolve_legend(color="independent")
     title = alt.TitleParams(f"Log: {document['source']}", anchor="start", fontSize=16, offset=12)
     joined = alt.hconcat(left, _features(features), spacing=36, title=title)
     return joined.configure_view(stroke=None).configure_axis(grid=True, gridColor="#eceff3", domain=False, tickSize=3)
@@ -114,14 +114,14 @@ def inspection_chart(document: dict[str, Any]) -> alt.HConcatChart:
 def _features(features: dict[str, Any]) -> alt.LayerChart | alt.FacetChart:
     """Return a row per feature: all of it (thin), 90 % of it (thick), its median; on a scale that shows small and large."""
     low, lower, middle, upper, high = features["quantiles"]
-    names = features["name"]
+    names = [name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}" for name in features["name"]]
     spread = float(np.median(np.abs(np.array([lower, upper])))) or 1.0
     table = pa.table({"name": names, "low": low, "lower": lower, "middle": middle, "upper": upper, "high": high})
     more = f" (first {len(names)} of {features['of']})" if features["of"] > len(names) else ""
-    base = alt.Chart(table).encode(y=alt.Y("name:N", sort=None, title=None, axis=alt.Axis(grid=False, labelLimit=150)))
+    base = alt.Chart(table).encode(y=alt.Y("name:N", sort=None, title=None, axis=alt.Axis(grid=False, labelLimit=170)))
     scale = alt.Scale(type="symlog", constant=spread)
-    axis = alt.Axis(tickCount=6, labelOverlap=True, format="~g")
-    x = alt.X("low:Q", title="5 % to 95 % (thick), least to greatest (thin), median (mark)", scale=scale, axis=axis)
+    axis = alt.Axis(tickCount=5, labelOverlap="greedy", labelSeparation=8, format=".3~r")
+    x = alt.X("low:Q", title="5 % to 95 % (thick), all (thin), median (mark); logarithmic away from 0", scale=scale, axis=axis)
     tooltip = ["name:N", *(alt.Tooltip(f"{k}:Q", format=".4g") for k in ("low", "lower", "middle", "upper", "high"))]
     height = len(names) * min(40, max(13, 460 // len(names)))
     return alt.layer(
