@@ -319,13 +319,14 @@ def _with_successors(rows: Rows, hold: bool) -> Rows:
     arrays = dict(rows.arrays)
     states = arrays["observations"] = fields.matrix("observations", arrays["observations"])
     ids = arrays["episode_ids"]
-    twice = (ids[1:] == ids[:-1]) & (np.diff(arrays["steps"]) == 0)
-    different = (states[1:] != states[:-1]).any(axis=1) | (arrays["rewards"][1:] != arrays["rewards"][:-1]).reshape(-1)
-    different |= arrays["terminated"][1:] != arrays["terminated"][:-1]
-    if len(odd := np.flatnonzero(twice & different)):
-        row, mend = int(odd[0]), "give each episode its own id, or store next observations"
-        got = f"step {int(arrays['steps'][row])} of episode {ids[row].item()!r} twice, unequal"
-        raise InputError("steps", "each step of an episode once", got, mend)
+    twice = np.flatnonzero((ids[1:] == ids[:-1]) & (np.diff(arrays["steps"]) == 0))
+    if len(twice):
+        content = (states, arrays["rewards"].reshape(len(rows), -1), arrays["terminated"][:, None])
+        unequal = np.any([(field[twice] != field[twice + 1]).any(axis=1) for field in content], axis=0)
+        if unequal.any():
+            row, mend = int(twice[unequal][0]), "give each episode its own id, or store next observations"
+            got = f"step {int(arrays['steps'][row])} of episode {ids[row].item()!r} twice, unequal"
+            raise InputError("steps", "each step of an episode once", got, mend)
     follower = followers(np.cumsum(np.append(False, ids[1:] != ids[:-1])), arrays["steps"])
     followed, ends = follower >= 0, arrays["truncated"] & ~arrays["terminated"]
     # Where the last row is dropped, the record is cut one row earlier: its flag moves with the cut.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class Table:
         ``texts`` those to be taken as they stand: as numbers, the ids 01 and 1 would be one.
         """
         tops = list(dict.fromkeys(self._top[name] for name in names))
-        for table in self._tables(tops, block_size, [self._original[n] for n in floats], [self._original[n] for n in texts]):
+        tables = self._tables(tops, block_size, [self._original[n] for n in floats], [self._original[n] for n in texts])
+        for table in tables if block_size is None else _ahead(tables):
             while any(pa.types.is_struct(column.type) for column in table.columns):
                 table = pa.Table.from_batches([table]).flatten() if isinstance(table, pa.RecordBatch) else table.flatten()
             found = dict(zip(table.schema.names, table.columns, strict=True))
@@ -154,6 +156,15 @@ class Table:
         parse = pyarrow.csv.ParseOptions(delimiter=self._delimiter)
         with path.open("rb") as file, pyarrow.csv.open_csv(file, parse_options=parse) as reader:
             return reader.schema
+
+
+def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield items, the next one being read in another thread meanwhile: Arrow works without Python's lock."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, items, None)
+        while (item := waiting.result()) is not None:
+            waiting = pool.submit(next, items, None)
+            yield item
 
 
 def _unpacked(metadata: Any, tops: Sequence[str], size: int | None) -> int:
