@@ -156,8 +156,9 @@ def _verdict(data: Transitions, heldout: HeldOut, status: str, message: str) -> 
     if heldout.tdc is None:
         return "A constant value explains this log exactly, so the states have nothing to add."
     if heldout.tdc >= 1:
+        does = "better" if heldout.tdc > 1.2 else "as well"
         return (
-            f"Do not read differences between states: on episodes left out, one constant value does as well "
+            f"Do not read differences between states: on episodes left out, one constant value does {does} "
             f"(TD error {heldout.tdc:.2f} times the best constant's); more layers, more episodes or a smaller gamma may help."
         )
     explained = heldout.explained_variance
