@@ -49,14 +49,15 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["cartpole", "pendulum", *TASKS])
 def test_from_a_simulator_to_values(run, logs: dict[str, Path], name: str, tmp_path: Path) -> None:
-    outcome = run("evaluate", logs[name], "--gamma", "0.9", "--json", "--out", tmp_path / "out")
+    out = ("--out", tmp_path / "out") if name == "pendulum" else ()  # drawing takes seconds
+    outcome = run("evaluate", logs[name], "--gamma", "0.9", "--json", *out)
     assert outcome.code == 0
     result = json.loads(outcome.out)
     assert result["status"] in ("converged", "max_layers")
     assert result["heldout"]["n_folds"] == {"cartpole": 10, "pendulum": 4}.get(name, 6)
     # a random policy leaves little to tell: rewards are all 1 in the one, and swings aimless in the other
     assert result["heldout"]["tdc"] < (1.0 if name in TASKS else 1.2)
-    assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+    assert not out or (tmp_path / "out" / "report.png").stat().st_size > 10_000
 
 
 def test_cartpole_is_what_gymnasium_plays(logs: dict[str, Path]) -> None:
@@ -238,7 +239,7 @@ def test_policies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Ctrl-C after the first episodes: one line, exit code 130, nothing half-written; the same command completes the log."""
     command = [sys.executable, "-c", "from valueformer.cli import main; main()", "collect", "gymnasium:Pendulum-v1"]
-    command += ["--episodes", "400", "--out", str(tmp_path / "log"), "--seed", "5", "--max-steps", "30"]
+    command += ["--episodes", "150", "--out", str(tmp_path / "log"), "--seed", "5", "--max-steps", "30"]
     partial = tmp_path / ".log.partial"
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -249,17 +250,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     kept = len(list(partial.glob("episode_*.npz")))
     assert (process.returncode, out) == (130, "")
     assert err.strip().splitlines()[-1].startswith("interrupted")
-    assert 5 <= kept < 400
+    assert 5 <= kept < 150
     assert not (tmp_path / "log").exists()
     with pytest.raises(vf.InputError, match="an interrupted run of another one"):
-        vf.collect("gymnasium:Pendulum-v1", tmp_path / "log", episodes=401, seed=5, max_steps=30)
+        vf.collect("gymnasium:Pendulum-v1", tmp_path / "log", episodes=151, seed=5, max_steps=30)
     written = {path: path.stat().st_mtime_ns for path in partial.glob("episode_*.npz")}
     seen: list[int] = []
-    request = collection.Request(scheme="gymnasium", name="Pendulum-v1", episodes=400, seed=5, max_steps=30)
+    request = collection.Request(scheme="gymnasium", name="Pendulum-v1", episodes=150, seed=5, max_steps=30)
     collection.run(request, tmp_path / "log", progress=lambda done, total: seen.append(done))
     assert seen[0] == len(written)  # those were kept
     assert not partial.exists()
-    vf.collect("gymnasium:Pendulum-v1", tmp_path / "at-once", episodes=400, seed=5, max_steps=30)
+    vf.collect("gymnasium:Pendulum-v1", tmp_path / "at-once", episodes=150, seed=5, max_steps=30)
     equal(vf.load(tmp_path / "log"), vf.load(tmp_path / "at-once"))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import string
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,3 +90,15 @@ def test_any_table_ends_in_transitions_or_a_typed_error(columns: dict[str, list[
             continue
         assert np.array_equal(np.concatenate([block.observations for block in blocks]), data.observations)
         assert np.array_equal(np.concatenate([block.next_observations for block in blocks]), data.next_observations)
+
+
+def test_damaged_statistics_of_a_parquet_file_do_not_end_the_process(tmp_path: Path) -> None:
+    """One bit in the footer, on which pyarrow aborts if asked for the metadata of a column that it has not read."""
+    shutil.copytree(GOLDEN / "lerobot" / "v3", tmp_path / "set")
+    file = tmp_path / "set" / "data" / "chunk-000" / "file-001.parquet"
+    content = bytearray(file.read_bytes())
+    content[5617] ^= 64
+    file.write_bytes(content)
+    program = "import sys, valueformer as vf; print(len(vf.load(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "set")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(len(vf.load(GOLDEN / "lerobot" / "v3"))))

@@ -108,7 +108,7 @@ class Table:
             yield from [table] if size is None else table.to_batches(max_chunksize=size)
         elif self.form == "parquet":
             with pyarrow.parquet.ParquetFile(self.path) as file:
-                check_size(self.source, _unpacked(file.metadata, tops, size), streams=size is None)
+                check_size(self.source, _unpacked(file, tops, size), streams=size is None)
                 if size is None:
                     yield file.read(tops)
                 else:
@@ -167,17 +167,25 @@ def _ahead(items: Iterator[Any]) -> Iterator[Any]:
             yield item
 
 
-def _unpacked(metadata: Any, tops: Sequence[str], size: int | None) -> int:
+def _unpacked(file: Any, tops: Sequence[str], size: int | None) -> int:
     """Return how many bytes a Parquet file's columns take when unpacked: all of them, or in the largest batch of ``size`` rows.
 
-    Sizes before compression say little where values repeat; the number of values says what they become.
+    Sizes before compression say little where values repeat; the number of values says what they become. A list column's is
+    known only from the metadata of its chunks, which pyarrow may crash on where they are damaged: reading a row of them first
+    finds that out as an error.
     """
+    lists = [top for top in tops if pa.types.is_nested(file.schema_arrow.field(top).type)]
+    paths = [file.schema.column(i).path for i in range(len(file.schema))]
+    inside = [i for i, path in enumerate(paths) if path.startswith(tuple(f"{top}." for top in lists))]
     sizes = []
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        chunks = [group.column(i) for i in range(group.num_columns)]
-        used = [c for c in chunks if any(c.path_in_schema == top or c.path_in_schema.startswith(f"{top}.") for top in tops)]
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        values = group.num_rows * (len(tops) - len(lists))
+        if lists:
+            next(file.iter_batches(1, columns=lists, row_groups=[number], use_threads=False), None)
+            values += sum(group.column(i).num_values for i in inside)
         share = 1.0 if size is None else min(1.0, size / max(group.num_rows, 1))
-        sizes.append(sum(max(c.total_uncompressed_size, int(8 * c.num_values * share)) for c in used))
+        sizes.append(int(8 * values * share))
     return (sum if size is None else max)(sizes or [0])
 
 
