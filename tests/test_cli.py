@@ -183,7 +183,6 @@ def bad_cases(folder: Path) -> dict[str, list[str | Path]]:
         "query is a folder": ["evaluate", good, "--query", folder],
         "out holds a folder of a file's name": ["evaluate", good, "--out", taken],
         "out is a dangling link": ["evaluate", good, "--out", link],
-        "no command": [],
         "no benchmark": ["bench"],
         "bench length": ["bench", "forward", "--length", "one"],
     }
@@ -250,3 +249,10 @@ def test_the_installed_command_runs_as_a_process(log: Path, tmp_path: Path) -> N
     assert done.stderr == ""
     broken = subprocess.run([*command, "inspect", str(tmp_path / "none")], capture_output=True, text=True, check=False)
     assert (broken.returncode, broken.stdout, broken.stderr.count("\n")) == (2, "", 1)
+
+
+def test_without_arguments_the_help_is_shown(run) -> None:
+    outcome = run()
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "Usage:" in outcome.out
+    assert "convert" in outcome.out

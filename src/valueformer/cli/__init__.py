@@ -20,7 +20,6 @@ app = typer.Typer(
     name="valueformer",
     help="Policy evaluation by in-context learning: values of a log's policy, with no training.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -50,7 +49,7 @@ def _root(
 def main() -> None:
     """Run the command line; bad usage and bad input end in one line and exit code 2."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         sys.stdout.flush()
     except _UsageError as error:
         code = _fail(error.format_message())
