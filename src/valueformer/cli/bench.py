@@ -26,13 +26,9 @@ def forward(
 ) -> None:
     """Time the cached forward pass against attention recomputed in every layer and against memory bandwidth."""
     from valueformer.bench.forward import run
-    from valueformer.files import write_text
-    from valueformer.results import to_json
 
     result = with_progress("timing", lambda report: run(length, dim, layers, repeats=repeats, progress=report))
-    if out is not None:
-        writing(f"--out {out}", "a file that can be written to", lambda: write_text(out, to_json(result)))
-    _show("bench forward", result, json)
+    _finish("bench forward", result, out, json)
 
 
 @app.command("load")
@@ -46,18 +42,17 @@ def load(
 ) -> None:
     """Stream a Parquet table into aligned Transitions, against pyarrow's own read of it; time and peak memory."""
     from valueformer.bench.load import run
+
+    result = with_progress("timing", lambda report: run(rows, columns, block_size, repeats=repeats, progress=report))
+    _finish("bench load", result, out, json)
+
+
+def _finish(title: str, result: dict[str, Any], out: Path | None, json: bool) -> None:
     from valueformer.files import write_text
     from valueformer.results import to_json
 
-    result = with_progress("timing", lambda report: run(rows, columns, block_size, repeats=repeats, progress=report))
     if out is not None:
         writing(f"--out {out}", "a file that can be written to", lambda: write_text(out, to_json(result)))
-    _show("bench load", result, json)
-
-
-def _show(title: str, result: dict[str, Any], json: bool) -> None:
-    from valueformer.results import to_json
-
     if json:
         sys.stdout.write(to_json(result))
         return

@@ -30,14 +30,12 @@ from valueformer.sources import (
     tables,
 )
 from valueformer.sources.alignment import Rows
-from valueformer.sources.options import CHOICE, MEANING, TABLE, Options
+from valueformer.sources.options import CHOICE, MEANING, PLAIN, TABLE, Options
 from valueformer.transitions import Transitions
 
 __all__ = ["FORMATS", "TABLES", "Options", "Source", "load", "load_observations"]
 
 BLOCK_SIZE = 32_768
-
-_PLAIN = frozenset({"drop_nonfinite"})
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,14 @@ class Source:
     name: str
     recognises: Callable[[Path], bool]
     blocks: Callable[[Path, Options, int | None], Iterator[Rows]]
-    accepts: frozenset[str] = _PLAIN
+    accepts: frozenset[str] = PLAIN
 
 
 FORMATS = (
     Source("minari-hdf5", minari.recognises, minari.blocks, CHOICE),
     Source("minari-arrow", minari.recognises_partitions, minari.partition_blocks, CHOICE),
     Source("d3rlpy-v2", d3rlpy.recognises, d3rlpy.blocks),
-    Source("d3rlpy-v1", d3rlpy.recognises_v1, d3rlpy.v1_blocks, _PLAIN | {"max_episode_steps"}),
+    Source("d3rlpy-v1", d3rlpy.recognises_v1, d3rlpy.v1_blocks, PLAIN | {"max_episode_steps"}),
     Source("d4rl", d4rl.recognises, d4rl.blocks, TABLE),
     Source("hdf5", d4rl.recognises_arrays, d4rl.flat_blocks, TABLE),
     Source("npz", npz.recognises, npz.blocks, TABLE | {"autoreset"}),

@@ -98,14 +98,14 @@ def episode(
     return Rows(arrays, dropped={LOST: steps - kept} if kept < steps else {})
 
 
-def regroup(parts: Iterable[Rows], block_size: int | None) -> Iterator[Rows]:
-    """Join short parts and split long ones into blocks of at most ``block_size`` rows (None: one block)."""
+def regroup(parts: Iterable[Rows], block_size: int) -> Iterator[Rows]:
+    """Join short parts and split long ones into blocks of at most ``block_size`` rows."""
     pending: list[Rows] = []
     waiting = 0
     for part in parts:
         pending.append(part)
         waiting += len(part)
-        if block_size is None or waiting < block_size:
+        if waiting < block_size:
             continue
         rows, full = _join(pending), waiting - waiting % block_size
         for start in range(0, full, block_size):
@@ -275,7 +275,8 @@ def _checked(rows: Rows) -> Rows:
         if (steps == np.round(steps)).all():
             arrays["steps"] = fields.whole("steps", arrays["steps"])
         else:  # a clock: it orders the rows, and leaves their steps to be counted
-            arrays["times"] = fields.vector("steps", arrays.pop("steps"))
+            del arrays["steps"]
+            arrays["times"] = steps
             rows = replace(rows, assumed={**rows.assumed, CLOCK: n})
     arrays = {name: fields.length(name, np.atleast_1d(value), n) for name, value in arrays.items()}
     return replace(rows, arrays=arrays)

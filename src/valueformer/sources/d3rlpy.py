@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from valueformer import fields
 from valueformer.errors import InputError
 from valueformer.sources import hdf5
-from valueformer.sources.alignment import Rows, episode, regroup
-from valueformer.sources.limits import check_size
+from valueformer.sources.alignment import Rows, episode
 from valueformer.sources.options import Options
 
 __all__ = ["blocks", "from_buffer", "is_buffer", "recognises", "recognises_v1", "v1_blocks"]
@@ -36,10 +35,6 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
 
     A terminated episode gives T transitions; a truncated one T - 1, its last row having no successor.
     """
-    return regroup(_episodes(path, block_size), block_size)
-
-
-def _episodes(path: Path, block_size: int | None) -> Iterator[Rows]:
     with hdf5.opened(path) as file:
         datasets = {name: hdf5.node(file, name) for name in map(str, file)}
         hdf5.check_all(str(path), [datasets["num_episodes"]])
@@ -47,16 +42,12 @@ def _episodes(path: Path, block_size: int | None) -> Iterator[Rows]:
         found = sum(re.fullmatch(r"rewards_\d+", name) is not None for name in datasets)
         if count.size != 1 or int(count[0]) != found:
             raise InputError(f"{path}: num_episodes", f"{found}, as there are rewards_*", str(count), "export it again")
-        total = 0
         for number in range(found):
             where = f"{path}: episode {number}"
             parts = {kind: _parts(datasets, kind, number) for kind in ("observations", "actions", "rewards", "terminated")}
             if missing := [kind for kind, members in parts.items() if not members]:
                 raise InputError(where, ", ".join(parts), f"no {', '.join(missing)}")
             members = [dataset for part in parts.values() for dataset in part.values()]
-            if block_size is None:
-                total += sum(dataset.nbytes for dataset in members)
-                check_size(str(path), total)
             hdf5.check_all(where, members)
             arrays = {kind: {n: np.asarray(d) for n, d in part.items()} for kind, part in parts.items()}
             yield _episode(where, number, arrays)

@@ -13,7 +13,7 @@ from valueformer.sources import d3rlpy, hdf5, rollouts, tables
 from valueformer.sources.alignment import PADDING, Rows
 from valueformer.sources.arrays import as_array, from_arrays
 from valueformer.sources.columns import Table
-from valueformer.sources.options import CHOICE, MEANING, TABLE, Options, resolve
+from valueformer.sources.options import CHOICE, MEANING, PLAIN, TABLE, Options, resolve
 
 __all__ = ["KINDS", "rows"]
 
@@ -21,13 +21,11 @@ KINDS = ("pandas or polars DataFrame", "Arrow table", "mapping of arrays or tens
 
 _COLLECTOR = "collector/"
 _NEXT = "next/"
-
-
 _ACCEPTS = {
     "tensordict": CHOICE | MEANING,
     "rollout": (TABLE | {"autoreset"}) - {"episode_column", "step_column", "max_episode_steps"},
-    "d3rlpy-buffer": frozenset({"drop_nonfinite"}),
-    "sb3-buffer": frozenset({"drop_nonfinite", "terminated_column"}),
+    "d3rlpy-buffer": PLAIN,
+    "sb3-buffer": PLAIN | {"terminated_column"},
 }
 
 

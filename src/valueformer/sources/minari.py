@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from valueformer import fields
 from valueformer.errors import InputError
 from valueformer.sources import hdf5
-from valueformer.sources.alignment import PADDING, Rows, episode, regroup
+from valueformer.sources.alignment import PADDING, Rows, episode
 from valueformer.sources.columns import Table, is_arrow, is_parquet, numbers
-from valueformer.sources.limits import check_size
 from valueformer.sources.options import Options, in_order
 
 __all__ = ["blocks", "partition_blocks", "recognises", "recognises_partitions", "resolve_id"]
@@ -47,10 +46,6 @@ def blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Row
     Observations are stored T + 1 per episode; where a set stores T, the last row of a truncated episode has no successor and
     is dropped and counted. An episode without end flag stays unfinished.
     """
-    return regroup(_episodes(path, options, block_size), block_size)
-
-
-def _episodes(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
     with hdf5.opened(_file(path)) as root:
         names = [name for name in map(str, root) if re.fullmatch(r"episode_\d+", name)]
         numbered = {int(name.removeprefix("episode_")): name for name in names}
@@ -60,7 +55,6 @@ def _episodes(path: Path, options: Options, block_size: int | None) -> Iterator[
             )
         if not numbered:
             raise InputError(str(path), "groups episode_0, episode_1, ..", str(list(root)[:4]), "is it a Minari dataset?")
-        total = 0
         for number in sorted(numbered):
             where = f"{path}: episode_{number}"
             group = hdf5.node(root, numbered[number])
@@ -70,9 +64,6 @@ def _episodes(path: Path, options: Options, block_size: int | None) -> Iterator[
                 raise InputError(where, ", ".join(_PARTS), f"no {', '.join(missing)}")
             members = {name: _members(group, name) for name in (*_PARTS, "actions") if name in group}
             datasets = [dataset for part in members.values() for dataset in part.values()]
-            if block_size is None:  # all episodes end up in memory together
-                total += sum(dataset.nbytes for dataset in datasets)
-                check_size(str(path), total)
             hdf5.check_all(where, datasets)
             yield _episode(where, number, members, options)
 
@@ -134,7 +125,7 @@ def recognises_partitions(path: Path) -> bool:
 
 def partition_blocks(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
     """Yield all episodes in numeric order; the padding of actions, rewards and flags to T + 1 rows is counted and dropped."""
-    return regroup((_partition(path, n, files, options) for n, files in sorted(_partitions(path).items())), block_size)
+    return (_partition(path, n, files, options) for n, files in sorted(_partitions(path).items()))
 
 
 def _partition(path: Path, number: int, files: Sequence[Path], options: Options) -> Rows:

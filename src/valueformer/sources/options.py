@@ -11,12 +11,13 @@ from typing import Any
 
 from valueformer.errors import InputError
 
-__all__ = ["CHOICE", "COLUMNS", "FLAGS", "MEANING", "NONE", "TABLE", "Options", "in_order", "natural", "resolve"]
+__all__ = ["CHOICE", "COLUMNS", "FLAGS", "MEANING", "NONE", "PLAIN", "TABLE", "Options", "in_order", "natural", "resolve"]
 
-CHOICE = frozenset({"obs_columns", "action_columns", "drop_nonfinite"})
+PLAIN = frozenset({"drop_nonfinite"})
+CHOICE = PLAIN | {"obs_columns", "action_columns"}
 MEANING = frozenset({"reward_column", "terminated_column", "truncated_column", "done_column"})
 TABLE = CHOICE | MEANING | {"next_obs_columns", "episode_column", "step_column", "max_episode_steps"}
-"""Options that formats understand: which parts of a space; which column is what; all of those of a table."""
+"""Options that formats understand: the one that all do; parts of a space; meanings of columns; all of those of a table."""
 NONE = "none"
 """As a column name: there is no such event in this task."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from valueformer import fields
 from valueformer.errors import InputError, MissingExtraError
 from valueformer.sources import hdf5
-from valueformer.sources.alignment import Rows, episode, regroup
+from valueformer.sources.alignment import Rows, episode
 from valueformer.sources.columns import Table, is_arrow, is_parquet, is_text, numbers
 from valueformer.sources.options import Options
 
@@ -54,10 +54,6 @@ def table_blocks(path: Path, options: Options, block_size: int | None) -> Iterat
 
     Rows are in order; is_first begins an episode. Optional: discount, and ``invalid``, true on every step of a bad episode.
     """
-    return regroup(_table_episodes(path, options, block_size), block_size)
-
-
-def _table_episodes(path: Path, options: Options, block_size: int | None) -> Iterator[Rows]:
     table = Table(path)
     inner = {kind: _inner(table.names, kind) for kind in ("observation", "action")}
     chosen = {}
@@ -149,10 +145,6 @@ def record_blocks(path: Path, options: Options, block_size: int | None) -> Itera
 
     Raises MissingExtraError without it; a Parquet step table (see :func:`table_blocks`) needs no TensorFlow.
     """
-    return regroup(_record_episodes(path, options), block_size)
-
-
-def _record_episodes(path: Path, options: Options) -> Iterator[Rows]:
     try:
         import tensorflow_datasets as tfds  # pyright: ignore[reportMissingImports]
     except ImportError:
