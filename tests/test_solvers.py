@@ -60,10 +60,10 @@ def test_ten_thousand_layers_reach_kernel_lstd() -> None:
         _, M = td_matrix(RBF(1.0), data, 0.95)
         truth = np.linalg.solve(M, data.rewards)
         context = Context(RBF(1.0), data, gamma=0.95, dtype=torch.float64)
-        closed = solvers.fixed_point(context)
+        closed = solvers.fixed_point(context).solution()
         np.testing.assert_allclose(closed.dual_coef.numpy(), truth, rtol=1e-7, atol=1e-9)
         assert closed.status == "converged"
-        step = context.choose_step("fast", 0.0)
+        step = float(context.choose_step("fast", 0.0))
         slowest = np.abs(1 - step * np.linalg.eigvals(M)).max()
         if slowest**10_000 > 1e-7:
             continue
@@ -81,7 +81,7 @@ def test_ridge_limit_is_regularised_kernel_lstd() -> None:
     _, M = td_matrix(RBF(1.0), data, 0.9)
     truth = np.linalg.solve(M + 0.2 * np.eye(30), data.rewards)
     deep = vf.solve(RBF(1.0), data, gamma=0.9, step_size="safe", num_layers=3000, ridge=0.2)
-    closed = solvers.fixed_point(Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64), ridge=0.2)
+    closed = solvers.fixed_point(Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64), ridge=0.2).solution()
     np.testing.assert_allclose(deep.dual_coef.numpy(), truth, rtol=1e-8)
     np.testing.assert_allclose(closed.dual_coef.numpy(), truth, rtol=1e-10)
     assert deep.status == "converged"
@@ -93,13 +93,14 @@ def test_matrix_of_distinct_states_equals_the_direct_one() -> None:
     for kernel in ALL_KERNELS:
         context = Context(kernel, data, gamma=0.8, dtype=torch.float64)
         _, M = td_matrix(kernel, data, 0.8)
-        a = np.random.default_rng(0).normal(size=len(data))
-        np.testing.assert_allclose(context.apply(torch.tensor(a)).numpy(), M @ a, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(context.apply_transpose(torch.tensor(a)).numpy(), M.T @ a, rtol=1e-12, atol=1e-12)
+        a = np.random.default_rng(0).normal(size=(2, len(data)))
+        there, back = context.apply(torch.tensor(a)[None])[0], context.apply_transpose(torch.tensor(a)[None])[0]
+        np.testing.assert_allclose(there.numpy(), a @ M.T, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(back.numpy(), a @ M, rtol=1e-12, atol=1e-12)
     context = Context(RBF(1.0), data, gamma=0.8, dtype=torch.float64)
     # n states, the final one of the truncated episode in each walk, and the pairs' successors that are read
     read_pairs = int((~data.terminated[-7:]).sum())
-    assert len(context.matrix) == len(data) + 2 + read_pairs
+    assert context.matrix.shape[1] == len(data) + 2 + read_pairs
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9, 0.99])
@@ -113,9 +114,9 @@ def test_lemma_error_norm_never_grows_on_terminal_contexts(gamma: float) -> None
         K, M = td_matrix(kernel, data, gamma)
         target = np.linalg.solve(M, data.rewards)
         context = Context(kernel, data, gamma=gamma, dtype=torch.float64)
-        _, history = solvers.iterate(context, step_size="safe", num_layers=60, record=True)
+        history = solvers.iterate(context, step_size="safe", num_layers=60, record=True).history
         assert history is not None
-        errors = np.concatenate([np.zeros((1, len(data))), history.numpy()]) - target
+        errors = np.concatenate([np.zeros((1, len(data))), history[:, 0, 0].numpy()]) - target
         norms = np.einsum("li,ij,lj->l", errors, K, errors)
         assert (np.diff(norms) <= 1e-9 * norms[0]).all(), seed
 
@@ -126,21 +127,21 @@ def test_lambda_max_bound_is_an_upper_bound_and_tight() -> None:
         data = walk(seed, step=float(np.random.default_rng(seed).uniform(0.05, 3.0)))
         for kernel in ALL_KERNELS:
             context = Context(kernel, data, gamma=0.9, dtype=torch.float64)
-            K = context.matrix[: len(data)]
+            K = context.matrix[0, : len(data)]
             true = float(torch.linalg.eigvals(K).abs().max())
-            bound = context.lambda_max_bound()
+            bound = float(context.lambda_max_bound())
             assert bound >= true * (1 - 1e-12)
             assert bound <= float(K.abs().sum(1).max()) * (1 + 1e-12)
     rbf = Context(RBF(1.0), walk(3), gamma=0.9, dtype=torch.float64)
-    assert rbf.lambda_max_bound() <= 1.02 * float(torch.linalg.eigvalsh(rbf.matrix[:24]).max())
+    assert float(rbf.lambda_max_bound()) <= 1.02 * float(torch.linalg.eigvalsh(rbf.matrix[0, :24]).max())
 
 
 def test_lambda_max_bound_with_sample_weights() -> None:
     weight = np.random.default_rng(0).uniform(0.0, 3.0, 24)
     data = walk(0, sample_weight=weight)
     context = Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64)
-    weighted = np.sqrt(weight)[:, None] * context.matrix[:24].numpy() * np.sqrt(weight)
-    assert context.lambda_max_bound() >= np.linalg.eigvalsh(weighted).max()
+    weighted = np.sqrt(weight)[:, None] * context.matrix[0, :24].numpy() * np.sqrt(weight)
+    assert float(context.lambda_max_bound()) >= np.linalg.eigvalsh(weighted).max()
 
 
 def test_sigma_max_estimates_the_singular_value() -> None:
@@ -148,7 +149,7 @@ def test_sigma_max_estimates_the_singular_value() -> None:
     for seed in range(30):
         data = walk(seed)
         _, M = td_matrix(RBF(1.0), data, 0.9)
-        ratios.append(Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64).sigma_max() / np.linalg.norm(M, 2))
+        ratios.append(float(Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64).sigma_max()) / np.linalg.norm(M, 2))
     assert max(ratios) <= 1 + 1e-12  # from below
     assert min(ratios) > 0.9
 
@@ -252,7 +253,7 @@ def test_status_under_weights_follows_the_weighted_error() -> None:
     assert deep.status == "converged"
     assert float(deep.td_error[-1]) <= 1e-6 * data.rewards[5] ** 2
     ridged = vf.solve(RBF(1.0), data, gamma=0.9, step_size=0.2, num_layers=2000, ridge=0.1)
-    closed = solvers.fixed_point(Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64), ridge=0.1)
+    closed = solvers.fixed_point(Context(RBF(1.0), data, gamma=0.9, dtype=torch.float64), ridge=0.1).solution()
     assert ridged.status == "converged"
     np.testing.assert_allclose(ridged.dual_coef.numpy(), closed.dual_coef.numpy(), atol=1e-9)
 
@@ -266,19 +267,19 @@ def test_status_is_that_of_the_iterate_returned() -> None:
     seen = 0
     for step in (0.3, 1.0, 3.0, 30.0):
         arguments: dict[str, Any] = {"step_size": step, "num_layers": 25, "guard": True}
-        solution, _ = solvers.iterate(context, reward_square=1.05e6, **arguments)
+        solution = solvers.iterate(context, reward_square=1.05e6, **arguments).solution()
         if float(solution.td_error[-1]) <= 1.05:
             seen += 1
             assert solution.status == "converged"
             assert solution.message == ""
-        assert solvers.iterate(context, **arguments)[0].status == "max_layers"
+        assert solvers.iterate(context, **arguments).solution().status == "max_layers"
     assert seen == 4
 
 
 def test_shuffled_rows_share_states_too() -> None:
     data = walk(0)
     shuffled = data[np.random.default_rng(0).permutation(24)]
-    sizes = [len(Context(RBF(1.0), d, gamma=0.9, dtype=torch.float64).matrix) for d in (data, shuffled)]
+    sizes = [Context(RBF(1.0), d, gamma=0.9, dtype=torch.float64).matrix.shape[1] for d in (data, shuffled)]
     assert sizes == [25, 25]
 
 
@@ -314,12 +315,12 @@ def test_singular_system_is_named_and_finite() -> None:
     data = walk(0, (6,), ("terminated",))
     twice = vf.concatenate([data, data])
     twice = twice.replace(rewards=twice.rewards + np.arange(12) * 0.1)
-    closed = solvers.fixed_point(Context(RBF(1.0), twice, gamma=0.9, dtype=torch.float64))
+    closed = solvers.fixed_point(Context(RBF(1.0), twice, gamma=0.9, dtype=torch.float64)).solution()
     assert closed.status == "singular"
     assert "ridge" in closed.message
     assert bool(closed.dual_coef.isfinite().all())
     assert float(closed.dual_coef.abs().max()) < 100
-    repaired = solvers.fixed_point(Context(RBF(1.0), twice, gamma=0.9, dtype=torch.float64), ridge=1e-3)
+    repaired = solvers.fixed_point(Context(RBF(1.0), twice, gamma=0.9, dtype=torch.float64), ridge=1e-3).solution()
     assert repaired.status == "converged"
 
 
@@ -372,6 +373,6 @@ def test_states_and_rewards_that_overflow_the_dtype_are_refused(context: vf.Tran
 
 
 def test_context_that_cannot_fit_into_memory_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers.os, "sysconf", lambda name: 1000 if name == "SC_PAGE_SIZE" else 4)
+    monkeypatch.setattr(solvers.context.os, "sysconf", lambda name: 1000 if name == "SC_PAGE_SIZE" else 4)
     with pytest.raises(vf.InputError, match=r"context: expected at most about 19 transitions"):
         vf.solve(RBF(1.0), walk(0), gamma=0.9, step_size=0.1, num_layers=1)

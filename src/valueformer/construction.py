@@ -23,15 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from valueformer.arguments import check_gamma, check_ridge, check_steps
 from valueformer.errors import InputError
 from valueformer.kernels import RBF, ExpDot, HeadKernel, Kernel, Softmax
 from valueformer.prompt import CHANNELS, Layout, channel_slices
+from valueformer.streams import stream_slices
 from valueformer.transformer import AttentionBlock, Head, Transformer
 
-__all__ = ["construct"]
+__all__ = ["construct", "construct_streams"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,42 @@ def construct(
     return Transformer(build if obs_dim is None else build(obs_dim, dtype), layout=layout, gamma=gamma)
 
 
+def construct_streams(
+    kernels: Sequence[Kernel],
+    *,
+    views: Sequence[int],
+    layout: Layout = "pair",
+    gamma: float,
+    step_sizes: Float[Tensor, "l h b"],
+    ridge: float = 0.0,
+    obs_dim: int,
+    dtype: torch.dtype = torch.float64,
+) -> Transformer:
+    """Return the transformer that runs every head on every column of a :class:`StreamPrompt`, each with its own steps.
+
+    ``views``: the view that each head reads; a step of 0 is a layer that leaves its stream as it is. Layers with equal steps
+    are one module.
+    """
+    check_gamma(gamma)
+    check_ridge(ridge)
+    slices, width = stream_slices(layout, obs_dim, views, step_sizes.shape[-1])
+    roles = _roles(layout, gamma)
+    own = [tuple(kernel.heads()) for kernel in kernels]
+    blocks: dict[tuple[float, ...], AttentionBlock] = {}
+    layers = []
+    for steps in step_sizes.double():
+        key = tuple(steps.flatten().tolist())
+        if key not in blocks:
+            streams = [
+                _Stream(own[h], slices[h][c], float(step), c * len(roles))
+                for h, row in enumerate(steps)
+                for c, step in enumerate(row)
+            ]
+            blocks[key] = _block(streams, roles, ridge, obs_dim, width).to(dtype)
+        layers.append(blocks[key])
+    return Transformer(layers, layout=layout, gamma=gamma)
+
+
 @dataclass(frozen=True)
 class _Builder:
     """The blocks of a construction, as a function of the states' dimension."""
@@ -107,32 +145,42 @@ class _Builder:
     ridge: float
 
     def __call__(self, obs_dim: int, dtype: torch.dtype) -> list[AttentionBlock]:
-        roles = _roles(self.layout, self.gamma)
-        return [_block(self.kernels, roles, self.layout, step, self.ridge, obs_dim).to(dtype) for step in self.steps]
+        roles, slices = _roles(self.layout, self.gamma), channel_slices(self.layout, obs_dim)
+        width = slices[CHANNELS[self.layout][-1]].stop
+        streams = [[_Stream(self.kernels, slices, step, 0)] for step in self.steps]
+        return [_block(one, roles, self.ridge, obs_dim, width).to(dtype) for one in streams]
 
 
-def _block(
-    kernels: Sequence[HeadKernel], roles: list[_Role], layout: Layout, step: float, ridge: float, obs_dim: int
-) -> AttentionBlock:
-    slices = channel_slices(layout, obs_dim)
-    width = slices[CHANNELS[layout][-1]].stop
+@dataclass(frozen=True)
+class _Stream:
+    """What one step of kernel TD reads and writes: attention heads, channels, step size, and its first role's masks."""
+
+    kernels: tuple[HeadKernel, ...]
+    slices: dict[str, slice]
+    step: float
+    first_role: int
+
+
+def _block(streams: Sequence[_Stream], roles: list[_Role], ridge: float, obs_dim: int, width: int) -> AttentionBlock:
     heads, keys, queries, values = [], [], [], []
-    for kernel in kernels:
-        for number, role in enumerate(roles):
-            activation, gated, key, query = _projections(kernel, role, slices, width, obs_dim)
-            value = torch.zeros(width, width, dtype=torch.float64)  # (c to, c from)
-            for (to, source), coefficient in role.value.items():
-                value[slices[to], slices[source]] = step * kernel.coefficient * coefficient
-            heads.append(Head(activation, number, gated))
-            keys.append(key)
-            queries.append(query)
-            values.append(value)
     residual = torch.eye(width, dtype=torch.float64)
-    for slot in ("value", "other_value", "residual"):
-        if slot in slices:
-            residual[slices[slot], slices[slot]] -= step * ridge
-    if layout == "residual":  # y = r - M a: the rewards leak back in
-        residual[slices["residual"], slices["reward"]] = step * ridge
+    for stream in streams:
+        slices = stream.slices
+        for kernel in stream.kernels:
+            for number, role in enumerate(roles):
+                activation, gated, key, query = _projections(kernel, role, slices, width, obs_dim)
+                value = torch.zeros(width, width, dtype=torch.float64)  # (c to, c from)
+                for (to, source), coefficient in role.value.items():
+                    value[slices[to], slices[source]] = stream.step * kernel.coefficient * coefficient
+                heads.append(Head(activation, stream.first_role + number, gated))
+                keys.append(key)
+                queries.append(query)
+                values.append(value)
+        for slot in ("value", "other_value", "residual"):
+            if slot in slices:
+                residual[slices[slot], slices[slot]] -= stream.step * ridge
+        if "residual" in slices:  # y = r - M a: the rewards leak back in
+            residual[slices["residual"], slices["reward"]] = stream.step * ridge
     return AttentionBlock(
         heads, key=torch.stack(keys), query=torch.stack(queries), value=torch.stack(values), residual=residual
     )

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+from typing_extensions import Self
 
 from valueformer import fields, kernels
-from valueformer.arguments import check_gamma, check_ridge, check_states, check_steps
-from valueformer.construction import construct
+from valueformer.construction import construct_streams
 from valueformer.errors import InputError
 from valueformer.features import Scaler, ScalerKind, fit_scaler
+from valueformer.fitting import Columns, Pass, Problem, scaled, scaled_states
+from valueformer.gated import GatedTransformer
+from valueformer.heads import Head, Mix, with_scaler
 from valueformer.kernels import Kernel
-from valueformer.metrics import best_constant, held_out_metrics
-from valueformer.prompt import Layout, Prompt
-from valueformer.solvers import MAX_LAYERS, Context, StepSize, distinct_states, evaluate_kernel_sum, fixed_point, iterate
-from valueformer.storage import PersistentModel
-from valueformer.transformer import Transformer
+from valueformer.metrics import held_out_metrics
+from valueformer.mixing import fold_of_rows, gate
+from valueformer.parameters import LARGEST_REWARD, check_parameters
+from valueformer.prompt import Layout
+from valueformer.results import Status
+from valueformer.solvers import TOLERANCE, Path, Solution, StepSize, distinct_states, evaluate_kernel_sum
+from valueformer.storage import PersistentModel, bundled, bundled_heads
+from valueformer.streams import StreamPrompt
 from valueformer.transitions import Transitions
 
 __all__ = ["DivergenceWarning", "ValueFormer", "load_model"]
 
-_LARGEST_REWARD = 1e150  # squares of TD errors stay finite
 _LITERAL_TOKENS = 8192  # per prompt of the literal transformer: its attention matrices are tokens^2
 
 
@@ -44,8 +50,9 @@ class ValueFormer(PersistentModel):
 
     Parameters
     ----------
-    kernel : Kernel or str
-        A kernel of scaled states, or its name (:func:`valueformer.kernels.by_name`).
+    kernel : str, Kernel or sequence of Head
+        "default" or "fast", the frozen models in the package: several heads and a constant, mixed in context; or one kernel of
+        scaled states, by itself or by name (:func:`valueformer.kernels.by_name`); or heads of your own.
     num_layers : int or "auto"
         Depth L, one TD step per layer; "auto" runs until converged.
     algorithm : "td" or "lstd"
@@ -59,14 +66,20 @@ class ValueFormer(PersistentModel):
         Leak of the residual stream, in units of the kernel.
     initial_level : "context" or float
         V before the first layer: the context's constant of least TD error (theory 7.1), or a number.
-    scaler : "isotropic", "standardize" or "none"
-        Fitted on the context's states alone (:func:`valueformer.features.fit_scaler`).
+    scaler : "isotropic", "standardize", "none" or None
+        Fitted on the context's states alone (:func:`valueformer.features.fit_scaler`). None: each head's own, isotropic for
+        a single kernel; a name puts all heads on that scaler.
+    mix : "context", "equal" or "first"
+        How several heads are mixed: by their TD errors on episodes left out of their context (:func:`valueformer.mixing.gate`),
+        alike, or not at all.
     layout : "fast", "pair", "residual", "trajectory" or "two_group"
         The solver, or the literal transformer with that token layout.
     device, dtype : str
         "auto" takes CUDA where there is one; "float32" or "float64".
+    n_replicates : int >= 2
+        Bootstrap replicates behind standard deviations and intervals.
     random_state : int
-        Seeds the scaler's subsample.
+        Seeds the scaler's subsample and the bootstrap.
 
     Attributes
     ----------
@@ -77,35 +90,40 @@ class ValueFormer(PersistentModel):
         layer of the transformer, which leaves out the layers that the guard took back.
     level_ : float
         The initial level.
-    scaler_ : Scaler
-    kernel_ : Kernel
-    transformer_ : Transformer or None
+    heads_ : tuple of Head
+    mixing_weights_ : ndarray (heads + 1,)
+        How much each head counts; the last entry is the constant's. ``solution_.stats["heads"]`` tells more.
+    scalers_ : dict of Scaler
+    transformer_ : GatedTransformer or None
         The literal transformer, with a layout other than "fast".
     n_features_in_ : int
     """
 
     # Declared, because constructors only store: scikit-learn's clone compares what it stored.
-    kernel: Kernel | str
+    kernel: Kernel | str | Sequence[Head]
     num_layers: int | Literal["auto"]
     step_size: StepSize
-    scaler: ScalerKind
+    scaler: ScalerKind | None
+    mix: Mix
     layout: Literal["fast"] | Layout
     dtype: Literal["float32", "float64"]
 
     def __init__(
         self,
         *,
-        kernel: Kernel | str = "rbf",
+        kernel: Kernel | str | Sequence[Head] = "default",
         num_layers: int | Literal["auto"] = 40,
         algorithm: Literal["td", "lstd"] = "td",
         step_size: StepSize = "fast",
         gamma: float = 0.99,
         ridge: float = 0.0,
         initial_level: Literal["context"] | float = "context",
-        scaler: ScalerKind = "isotropic",
+        scaler: ScalerKind | None = None,
+        mix: Mix = "context",
         layout: Literal["fast"] | Layout = "fast",
         device: str = "auto",
         dtype: Literal["float32", "float64"] = "float32",
+        n_replicates: int = 100,
         random_state: int = 0,
     ) -> None:
         self.kernel = kernel
@@ -116,109 +134,227 @@ class ValueFormer(PersistentModel):
         self.ridge = ridge
         self.initial_level = initial_level
         self.scaler = scaler
+        self.mix = mix
         self.layout = layout
         self.device = device
         self.dtype = dtype
+        self.n_replicates = n_replicates
         self.random_state = random_state
 
     # -- fit ----------------------------------------------------------------------------------------------------------------
 
-    def fit(self, data: Transitions, y: None = None) -> ValueFormer:
-        """Read a context. No weight changes; everything that adapts is computed from the context and stored.
+    def fit(self, data: Transitions, y: None = None) -> Self:
+        """Read a context; no weights change. ``y`` is ignored (scikit-learn's convention). Returns self.
 
-        Raises InputError for parameters out of range or data that are not Transitions. Warns with DivergenceWarning where
-        the iteration left its start behind; values are then those of the best layer.
+        Raises InputError for bad parameters or data that do not fit them; warns with DivergenceWarning where the iteration
+        did not settle.
         """
-        self._check_parameters()
+        check_parameters(self)
         if not isinstance(data, Transitions):
             raise InputError("data", "vf.Transitions", type(data).__name__, "load it first: vf.load(data)")
-        self.kernel_ = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
+        self.heads_ = self._heads()
         self.n_features_in_ = data.obs_dim
-        self.gamma_, self.ridge_ = float(self.gamma), float(self.ridge)
-        self.scaler_ = fit_scaler(self.scaler, data.observations, self.random_state)
-        if self.scaler == "none" and self.kernel_.stationary:  # the kernel cannot tell, and float32 keeps its digits
-            self.scaler_ = Scaler(data.observations.astype(np.float64).mean(axis=0), self.scaler_.factor)
-        discount = data.discount(self.gamma)
+        self.gamma_, self.ridge_, self.layout_ = float(self.gamma), float(self.ridge), self.layout
+        self.scalers_ = {kind: self._fit_scaler(kind, data) for kind in dict.fromkeys(h.scaler for h in self.heads_)}
         # A power of two: dividing by it is exact, so values scale exactly with rewards, and squares cannot overflow.
         largest = float(np.abs(data.rewards).max())
-        if largest > _LARGEST_REWARD:
-            raise InputError("rewards", f"magnitudes up to {_LARGEST_REWARD:g}", f"{largest:g}", "rescale the rewards")
+        if largest > LARGEST_REWARD:
+            raise InputError("rewards", f"magnitudes up to {LARGEST_REWARD:g}", f"{largest:g}", "rescale the rewards")
         self.reward_unit_ = float(2.0 ** np.floor(np.log2(largest or 1.0)))
-        rewards = data.rewards.astype(np.float64) / self.reward_unit_
-        weight = _relative(data.sample_weight)
-        if self.initial_level == "context":
-            level = best_constant(rewards, discount, weight)
-        else:
-            level = float(self.initial_level) / self.reward_unit_
-            if not abs(level) <= _LARGEST_REWARD:
-                raise InputError("initial_level", "a level within 1e150 times the rewards", str(self.initial_level))
-        self.level_ = level * self.reward_unit_
-        # V = level + f: kernel TD for f sees the rewards that the level leaves unexplained.
-        successors = np.where(data.terminated[:, None], data.observations, data.next_observations)  # the rest is never read
+        level = self.initial_level
+        if level != "context" and not abs(float(level) / self.reward_unit_) <= LARGEST_REWARD:
+            raise InputError("initial_level", "a level within 1e150 times the rewards", str(self.initial_level))
         self.context_ = data.with_numbers(
-            observations=self._scale(data.observations, np.dtype(self.dtype)),
-            next_observations=self._scale(successors, np.dtype(self.dtype)),
-            rewards=(rewards - (1.0 - discount) * level).astype(self.dtype),
-            sample_weight=weight,
+            observations=data.observations,
+            next_observations=np.where(data.terminated[:, None], data.observations, data.next_observations),  # never read
+            rewards=data.rewards.astype(np.float64) / self.reward_unit_,
+            sample_weight=_relative(data.sample_weight),
         )
-        self._solve(float(np.average(np.square(rewards), weights=weight)))
+        self._prepare()
+        self._solve()
         if self.solution_.status in ("diverged", "singular"):
             warnings.warn(f"{self.solution_.status}: {self.solution_.message}", DivergenceWarning, stacklevel=2)
         return self
 
-    def _solve(self, reward_square: float) -> None:
-        dtype = torch.float64 if self.algorithm == "lstd" else self._dtype  # a linear system amplifies rounding
-        context = Context(self.kernel_, self.context_, gamma=self.gamma, dtype=dtype, device=self._device)
-        if self.algorithm == "lstd":
-            solution = fixed_point(context, ridge=self.ridge)
-        else:
-            solution, _ = iterate(
-                context,
-                step_size=self.step_size,
-                num_layers=self.num_layers,
-                ridge=self.ridge,
-                guard=isinstance(self.step_size, str),
-                reward_square=reward_square,
-            )
-        steps = solution.stats["step_sizes"]
-        self.transformer_ = self._transformer(self.layout, steps) if self.layout != "fast" and steps else None
+    def _heads(self) -> tuple[Head, ...]:
+        if isinstance(self.kernel, (list, tuple)):
+            return with_scaler(self.kernel, self.scaler)
+        if isinstance(self.kernel, str) and self.kernel in bundled():
+            return with_scaler(bundled_heads(self.kernel), self.scaler)
+        kernel = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
+        return (Head(kernel, self.scaler or "isotropic"),)
+
+    def _fit_scaler(self, kind: ScalerKind, data: Transitions) -> Scaler:
+        scaler = fit_scaler(kind, data.observations, self.random_state)
+        if kind == "none" and self._stationary(kind):  # the kernel cannot tell, and float32 keeps its digits
+            return Scaler(data.observations.astype(np.float64).mean(axis=0), scaler.factor)
+        return scaler
+
+    def _stationary(self, kind: ScalerKind) -> bool:
+        return all(head.kernel.stationary for head in self.heads_ if head.scaler == kind)
+
+    def _prepare(self) -> None:
+        """Scale the context for each head; a fitted model that is read from files starts here too."""
+        dtype = np.dtype(self.dtype)
+        views = {kind: scaled(self.context_, s, self._stationary(kind), dtype) for kind, s in self.scalers_.items()}
+        self.problem_ = Problem(
+            data=self.context_,
+            views=views,
+            rewards=self.context_.rewards,
+            gamma=self.gamma_,
+            algorithm=self.algorithm,
+            step_size=self.step_size,
+            num_layers=self.num_layers,
+            ridge=self.ridge_,
+            dtype=getattr(torch, self.dtype),
+            device=self._device,
+        )
+        self.replicates_: tuple[Tensor, NDArray[np.float64]] | None = None
+
+    def _columns(self) -> Columns:
+        """Return the context as a whole, then without each fold."""
+        weights = np.ones((1, len(self.context_)))
+        if self.fold_ is not None:
+            weights = np.concatenate([weights, self.fold_ != np.arange(int(self.fold_.max()) + 1)[:, None]])
+        return self._weighted(weights)
+
+    def _weighted(self, weights: NDArray[np.float64]) -> Columns:
+        """Return copies of the context under weights ``(b, n)`` on top of its own."""
+        if self.context_.sample_weight is not None:
+            weights = weights * self.context_.sample_weight
+        level = None if self.initial_level == "context" else float(self.initial_level) / self.reward_unit_
+        return Columns.of(weights, self.context_.rewards, self.context_.discount(self.gamma_), level)
+
+    def _solve(self) -> None:
+        n, mixes = len(self.context_), len(self.heads_) > 1
+        self.fold_ = fold_of_rows(self.context_.episode_index) if mixes and self.mix == "context" and n > 1 else None
+        columns = self._columns()
+        done = self.problem_.run(self.heads_, columns, values=self.fold_ is not None)
+        self.left_out_ = None if self.fold_ is None else done.left_out(self.fold_)
+        self.mixing_weights_ = self._gate(self.context_.sample_weight)
+        self.level_ = float(columns.levels[0]) * self.reward_unit_
+        self.solution_ = self._solution(done)
+        self._literal(done.path.steps)
         if self.transformer_ is not None:
-            output = self.transformer_(self._prompt(self.transformer_, None))
-            solution = dataclasses.replace(solution, td_error=output.td_error.cpu())
-        power = self.reward_unit_**2
-        stats = dict(solution.stats) | {
-            "initial_td_error": solution.stats["initial_td_error"] * power,
-            "level": self.level_,
-        }
-        self.solution_ = dataclasses.replace(solution, td_error=solution.td_error * power, stats=stats)
+            errors = self.transformer_(self._prompt(self.context_.observations[:0])).td_error.cpu()
+            self.solution_ = dataclasses.replace(self.solution_, td_error=errors * self.reward_unit_**2)
         self.td_error_ = self.solution_.td_error.numpy()
 
-    def _transformer(self, layout: Layout, steps: Sequence[float]) -> Transformer:
-        """Return the transformer of what was fitted: parameters may have been set to something else since."""
-        return construct(
-            self.kernel_,
-            layout=layout,
+    def _gate(self, weight: NDArray[np.float64] | None) -> NDArray[np.float64]:
+        """Return mixing weights, from TD errors on episodes left out where there are any."""
+        if self.left_out_ is None:
+            none = torch.zeros(1, len(self.heads_) + 1)
+            return gate(none, None, "equal" if self.mix == "context" else self.mix).numpy()
+        return gate(torch.tensor(self.left_out_[0]), None if weight is None else torch.tensor(weight), "context").numpy()
+
+    def _solution(self, done: Pass) -> Solution:
+        """Return the mixture's result, in units of the rewards."""
+        path, weights, power = done.path, self.mixing_weights_, self.reward_unit_**2
+        single = [path.solution(h) for h in range(len(self.heads_))]
+        initial, errors = done.mixed(weights)
+        if not len(errors):  # every layer overflowed
+            errors = np.zeros(0)
+        used = [s for s, w in zip(single, weights, strict=False) if w > 0] or single
+        last = float(errors[-1]) if len(errors) else initial
+        status: Status = "converged" if last <= TOLERANCE**2 * done.reward_square else "max_layers"
+        message = ""
+        worst = next((s for kind in ("diverged", "singular") for s in used if s.status == kind), None)
+        if worst is not None:
+            status, message = worst.status, worst.message
+        elif len(single) == 1:
+            status, message = single[0].status, single[0].message
+        elif status != "converged":
+            share = np.sqrt(last / initial) if initial > 0 else 0.0
+            message = f"rms TD error after {path.layers} layers is {share:.2g} of its start"
+        stats = {
+            "level": self.level_,
+            "layers": path.layers,
+            "rewinds": int(path.rewinds[:, 0].sum()),
+            "improved": any(s.stats["improved"] for s in used),
+            "initial_td_error": initial * power,
+            "step_sizes": [s.stats["step_sizes"] for s in single],
+            "heads": self._head_stats(path),
+        }
+        dual_coef = path.dual_coef[:, 0]  # (h, n)
+        return Solution(dual_coef[:0, 0], dual_coef, torch.tensor(errors * power), status, message, stats)
+
+    def _head_stats(self, path: Path) -> list[dict[str, Any]]:
+        table = []
+        for h, head in enumerate(self.heads_):
+            steps = path.steps[:, h, 0]
+            row = {
+                "scaler": head.scaler,
+                "kernel": str(head.kernel),
+                "weight": float(self.mixing_weights_[h]),
+                "step_size": float(steps[steps > 0][-1]) if bool((steps > 0).any()) else None,
+                "rewinds": int(path.rewinds[h, 0]),
+            }
+            table.append(row)
+        table.append({"scaler": None, "kernel": "constant", "weight": float(self.mixing_weights_[-1])})
+        if self.left_out_ is not None:
+            share = self.context_.sample_weight
+            errors = np.average(np.square(self.left_out_[0]), axis=0, weights=share) * self.reward_unit_**2
+            table = [row | {"left_out_td_error": float(e)} for row, e in zip(table, errors, strict=True)]
+        return table
+
+    def _literal(self, steps: Float[Tensor, "l h b"] | None) -> None:
+        """Build the transformer of what was fitted: parameters may have been set to something else since."""
+        self.transformer_: GatedTransformer | None = None
+        if steps is not None:
+            steps = steps[(steps > 0).flatten(1).any(1)]  # layers that every stream took back leave no trace
+        if self.layout_ == "fast" or steps is None or not len(steps):
+            return
+        self._steps = steps.numpy()
+        kinds = list(self.problem_.views)
+        transformer = construct_streams(
+            [head.kernel for head in self.heads_],
+            views=[kinds.index(head.scaler) for head in self.heads_],
+            layout=self.layout_,
             gamma=self.gamma_,
-            step_size=steps,
-            num_layers=len(steps),
+            step_sizes=steps,
             ridge=self.ridge_,
             obs_dim=self.n_features_in_,
-            dtype=getattr(torch, str(self.context_.observations.dtype)),
-        ).to(self._device)
+            dtype=getattr(torch, self.dtype_),
+        )
+        self.transformer_ = GatedTransformer(transformer, self.mix).to(self._device)
 
-    def _prompt(self, transformer: Transformer, states: NDArray[Any] | None) -> Prompt:
-        device = next(transformer.buffers()).device
-        return Prompt.from_transitions(self.context_, states, layout=transformer.layout, device=device)
+    @property
+    def steps_(self) -> NDArray[np.float64]:
+        """``(layers, heads, columns)`` step sizes of the literal transformer."""
+        return self._steps
+
+    def _prompt(self, points: NDArray[Any]) -> StreamPrompt:
+        """Return the tokens of the context, its folds, and states asked about."""
+        kinds = list(self.problem_.views)
+        columns = self._columns()
+        w = 1.0 - self.context_.discount(self.gamma_)
+        return StreamPrompt.from_transitions(
+            list(self.problem_.views.values()),
+            [kinds.index(head.scaler) for head in self.heads_],
+            columns.weights,
+            self.context_.rewards - w * columns.levels[:, None],
+            [self._scale(kind, points) for kind in kinds],
+            layout=cast(Layout, self.layout_),
+            fold=self.fold_,
+            device=self._device,
+        )
 
     # -- predict ------------------------------------------------------------------------------------------------------------
 
-    def predict(self, observations: ArrayLike | Transitions) -> NDArray[Any]:
+    def predict(self, observations: ArrayLike | Transitions, *, return_std: bool = False) -> Any:
         """Return V(s) of the behaviour policy at observations ``(m, d)``, as ``(m,)``, in units of the rewards.
 
-        Raises NotFittedError before fit, InputError for another dimension or numbers that are not finite.
+        With ``return_std`` also its standard deviation ``(m,)`` over bootstrap replicates of the context's episodes: what
+        another log of as many episodes would change. Raises NotFittedError before fit, InputError for another dimension,
+        numbers that are not finite, or a context of one episode, which has no replicates.
         """
-        values = self._predict(observations)
-        dtype = self.context_.observations.dtype
+        values = self._narrow(self._predict(observations))
+        if not return_std:
+            return values
+        return values, self._narrow(self.replicate_values(observations).std(axis=0, ddof=1))
+
+    def _narrow(self, values: NDArray[np.float64]) -> NDArray[Any]:
+        dtype = np.dtype(self.dtype_)
         with np.errstate(over="ignore"):
             values = values.astype(dtype)
         if not np.isfinite(values).all():
@@ -228,6 +364,20 @@ class ValueFormer(PersistentModel):
 
     def _predict(self, observations: ArrayLike | Transitions) -> NDArray[np.float64]:
         """Return values in float64, so that differences of large ones keep their digits."""
+        points = self._points(observations)
+        if self.transformer_ is None:
+            coefficients = self.solution_.dual_coef * torch.tensor(self.mixing_weights_[:-1, None]).to(self.solution_.dual_coef)
+            values = self._kernel_sum(points, coefficients[:, None])[0]
+        else:
+            size = max(512, _LITERAL_TOKENS - 2 * len(self.context_))
+            parts = [
+                self.transformer_(self._prompt(points[start : start + size])).query_values.double().cpu().numpy()
+                for start in range(0, len(points), size)
+            ]
+            values = np.concatenate(parts) if parts else np.zeros(0)
+        return self.level_ + values * self.reward_unit_
+
+    def _points(self, observations: ArrayLike | Transitions) -> NDArray[Any]:
         check_is_fitted(self)
         if isinstance(observations, Transitions):
             observations = observations.observations
@@ -239,17 +389,49 @@ class ValueFormer(PersistentModel):
                 str(points.shape[1]),
                 "same columns",
             )
-        states = self._scale(points, self.context_.observations.dtype)  # (m, d)
-        if self.transformer_ is None:
-            dual_coef = self.solution_.dual_coef
-            centres = torch.tensor(self.context_.observations).to(dual_coef)  # (n, d)
-            values = evaluate_kernel_sum(self.kernel_, torch.tensor(states).to(dual_coef), centres, dual_coef)
-        else:
-            size = max(512, _LITERAL_TOKENS - 2 * len(self.context_))
-            prompts = (self._prompt(self.transformer_, states[start : start + size]) for start in range(0, len(states), size))
-            parts = [self.transformer_(prompt).query_values for prompt in prompts]
-            values = torch.cat(parts) if parts else torch.zeros(0)
-        return self.level_ + values.double().cpu().numpy() * self.reward_unit_
+        return points
+
+    def _kernel_sum(self, points: NDArray[Any], coefficients: Float[Tensor, "h b n"]) -> NDArray[np.float64]:
+        """Return the sum over heads of their kernel sums at points: ``(b, m)``."""
+        total = np.zeros((coefficients.shape[1], len(points)))
+        for kind, view in self.problem_.views.items():
+            used = [h for h, head in enumerate(self.heads_) if head.scaler == kind and bool(coefficients[h].any())]
+            if used:
+                states = self._scale(kind, points)  # (m, d)
+                centres = torch.tensor(view.observations).to(coefficients)  # (n, d)
+                own = [self.heads_[h].kernel for h in used]
+                parts = evaluate_kernel_sum(own, torch.tensor(states).to(coefficients), centres, coefficients[used])
+                total += parts.double().sum(0).cpu().numpy()
+        return total
+
+    def replicate_values(self, observations: ArrayLike | Transitions) -> NDArray[np.float64]:
+        """Return V(s) under each bootstrap replicate of the context's episodes, ``(replicates, m)``, in units of the rewards.
+
+        A replicate weights each episode by how often it was drawn, takes its own level, steps and mixing weights, and is
+        one more column of the same matrix products. Replicates are computed at the first call.
+        """
+        points = self._points(observations)
+        if self.replicates_ is None:
+            self.replicates_ = self._resample()
+        coefficients, levels = self.replicates_
+        return (self._kernel_sum(points, coefficients) + levels[:, None]) * self.reward_unit_
+
+    def _resample(self) -> tuple[Float[Tensor, "h b n"], NDArray[np.float64]]:
+        """Return the coefficients, times mixing weights, and the levels ``(b,)`` of all replicates."""
+        episodes = self.context_.episode_index
+        count = self.context_.n_episodes
+        weight = self.context_.sample_weight
+        counted = np.bincount(episodes, weights=weight) > 0  # an episode without weight says nothing
+        if counted.sum() < 2:
+            raise InputError("context", "at least two episodes, to draw from", str(count), "a spread needs more than one")
+        draws = np.random.default_rng(self.random_state).multinomial(
+            int(counted.sum()), counted / counted.sum(), size=self.n_replicates
+        )  # (b, episodes)
+        columns = self._weighted(draws[:, episodes].astype(np.float64))
+        done = self.problem_.run(self.heads_, columns)
+        gates = np.array([self._gate(column) for column in columns.weights])  # (b, h + 1)
+        coefficients = done.path.dual_coef * torch.tensor(gates[:, :-1].T[..., None]).to(done.path.dual_coef)
+        return coefficients, columns.levels
 
     def values_and_td_errors(self, data: Transitions) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return V(s_i) and ``delta_i = r_i + gamma_i V(s'_i) - V(s_i)``, each ``(n,)``, on any transitions."""
@@ -271,19 +453,13 @@ class ValueFormer(PersistentModel):
 
     # -- details ------------------------------------------------------------------------------------------------------------
 
-    def _scale(self, observations: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-        with np.errstate(over="ignore"):
-            states = self.scaler_.transform(observations)
-        if self.kernel_.stationary:
-            # A query may lie so far away that its state overflows: to the kernel all far points are alike.
-            limit = np.sqrt(np.finfo(dtype).max) / 2e3
-            states = np.clip(states, -limit, limit)
-        check_states("observations", states, getattr(torch, str(dtype)))
-        return states.astype(dtype)
+    def _scale(self, kind: ScalerKind, observations: NDArray[Any]) -> NDArray[Any]:
+        return scaled_states(observations, self.scalers_[kind], self._stationary(kind), np.dtype(self.dtype_))
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+    def dtype_(self) -> str:
+        """The dtype of what was fitted."""
+        return str(next(iter(self.problem_.views.values())).observations.dtype)
 
     @property
     def _device(self) -> torch.device:
@@ -296,27 +472,7 @@ class ValueFormer(PersistentModel):
             raise InputError("device", "'auto' or a torch device of this machine", repr(self.device), reason) from None
 
     def _check_parameters(self) -> None:
-        check_gamma(self.gamma)
-        if not isinstance(self.kernel, (Kernel, str)):
-            raise InputError("kernel", "a vf.kernels.Kernel or its name", repr(self.kernel))
-        if self.algorithm not in ("td", "lstd"):
-            raise InputError("algorithm", "'td' or 'lstd'", repr(self.algorithm))
-        if self.layout != "fast" and self.layout not in get_args(Layout):
-            raise InputError("layout", " | ".join(("fast", *get_args(Layout))), repr(self.layout))
-        if self.layout != "fast" and self.algorithm == "lstd":
-            raise InputError("layout", "'fast' with algorithm 'lstd'", repr(self.layout), "a fixed point has no layers")
-        if self.dtype not in ("float32", "float64"):
-            raise InputError("dtype", "'float32' or 'float64'", repr(self.dtype))
-        level = self.initial_level
-        if level != "context" and not (isinstance(level, numbers.Real) and not isinstance(level, bool) and np.isfinite(level)):
-            raise InputError("initial_level", "'context' or a finite number", repr(level))
-        check_ridge(self.ridge)
-        if isinstance(self.step_size, str) and self.step_size not in ("fast", "safe"):
-            raise InputError("step_size", "'fast', 'safe', a number or a sequence of numbers", repr(self.step_size))
-        layers = MAX_LAYERS if self.num_layers == "auto" else self.num_layers
-        check_steps(1.0 if isinstance(self.step_size, str) else self.step_size, layers)
-        if isinstance(self.random_state, bool) or not isinstance(self.random_state, numbers.Integral) or self.random_state < 0:
-            raise InputError("random_state", "a whole number >= 0", repr(self.random_state))
+        check_parameters(self)
 
 
 def _relative(weight: NDArray[Any] | None) -> NDArray[np.float64] | None:

@@ -199,10 +199,10 @@ class Prompt:
         """Read the context's TD errors ``r + gamma d (1 - terminated) V(s') - V(s)`` out of a layer's tokens; 0 for padding."""
         return self._td_errors(tokens, gamma) * self._transition_mask
 
-    def td_error(self, tokens: Float[Tensor, "*batch t c"], gamma: float) -> Float[Tensor, "*batch"]:
-        """Return the mean squared TD error of a layer's tokens, weighted as the transitions are, in float64."""
+    def mean_square(self, td: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
+        """Return the mean squared TD error, weighted as the transitions are, in float64."""
         weight = self.key_weight[..., 0, :].gather(-1, self.state_token) * self._transition_mask
-        return (weight * self.td_errors(tokens, gamma).double().square()).sum(-1) / weight.sum(-1)
+        return (weight * td.double().square()).sum(-1) / weight.sum(-1)
 
     def _td_errors(self, tokens: Tensor, gamma: float) -> Tensor:
         if self.layout == "residual":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,19 +21,20 @@ from typing_extensions import Self
 
 from valueformer import kernels
 from valueformer.errors import InputError
-from valueformer.features import Scaler
+from valueformer.features import Scaler, ScalerKind
 from valueformer.files import write_atomically, write_text
+from valueformer.gated import GatedTransformer
+from valueformer.heads import Head, head_from_config
 from valueformer.kernels import Kernel
-from valueformer.prompt import Layout
 from valueformer.results import Status, plain, to_json
 from valueformer.solvers import Solution
-from valueformer.transformer import Transformer
 from valueformer.transitions import Transitions
 
-__all__ = ["PersistentModel"]
+__all__ = ["WEIGHTS", "PersistentModel", "bundled", "bundled_heads"]
 
 FORMAT = 1
-_NOT_FROZEN = ("gamma", "device", "random_state")  # the user's question and machine, not the model
+_NOT_FROZEN = ("gamma", "device", "random_state", "n_replicates")  # the user's question and machine, not the model
+WEIGHTS = Path(__file__).parent / "weights"  # the frozen models in the package
 _CONTEXT = (
     "observations", "next_observations", "rewards", "terminated", "truncated", "discounts", "steps", "sample_weight",
 )  # fmt: skip
@@ -41,16 +44,20 @@ Tensors = dict[str, NDArray[Any]]
 class PersistentModel(BaseEstimator, ABC):
     """The part of an estimator that knows files: frozen parameters, and a fitted context."""
 
-    kernel: Kernel | str
-    kernel_: Kernel
+    kernel: Kernel | str | Sequence[Head]
+    heads_: tuple[Head, ...]
+    mixing_weights_: NDArray[np.float64]
     context_: Transitions
-    scaler_: Scaler
+    scalers_: dict[ScalerKind, Scaler]
+    fold_: NDArray[np.int64] | None
+    left_out_: tuple[NDArray[np.float64], NDArray[np.float64]] | None
     solution_: Solution
     td_error_: NDArray[np.float64]
-    transformer_: Transformer | None
+    transformer_: GatedTransformer | None
     gamma_: float
     ridge_: float
     level_: float
+    layout_: str
     reward_unit_: float
     n_features_in_: int
 
@@ -64,9 +71,16 @@ class PersistentModel(BaseEstimator, ABC):
         _write(Path(folder), {"parameters": frozen}, "model.safetensors", tensors)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **parameters: Any) -> Self:
-        """Return the model that :meth:`save_pretrained` wrote; ``parameters`` (such as gamma) override or complete it."""
-        config, tensors = _read(Path(folder), "model.safetensors")
+    def from_pretrained(cls, name: str | Path, **parameters: Any) -> Self:
+        """Return a frozen model: "default" or "fast" from the package, or the folder that :meth:`save_pretrained` wrote.
+
+        ``parameters`` (such as gamma) override or complete it. Raises InputError for what is neither.
+        """
+        known = isinstance(name, str) and name in bundled()
+        if not known and isinstance(name, str) and not Path(name).exists():
+            raise InputError("model", f"{', '.join(bundled())} or a folder", repr(name))
+        folder = WEIGHTS / name if known else Path(name)
+        config, tensors = _read(folder, "model.safetensors")
         return cls(**(cls._decode(config, tensors, folder) | parameters))
 
     def save(self, folder: str | Path) -> None:
@@ -79,15 +93,20 @@ class PersistentModel(BaseEstimator, ABC):
         tensors |= {
             "dual_coef": solution.dual_coef.cpu().numpy(),
             "td_error": solution.td_error.cpu().numpy(),
-            "scaler.centre": self.scaler_.centre,
-            "scaler.factor": self.scaler_.factor,
+            "mixing_weights": self.mixing_weights_,
         }
+        for kind, scaler in self.scalers_.items():
+            tensors |= {f"scaler.{kind}.centre": scaler.centre, f"scaler.{kind}.factor": scaler.factor}
+        if self.left_out_ is not None and self.fold_ is not None:
+            tensors |= {"fold": self.fold_, "left_out.td": self.left_out_[0], "left_out.values": self.left_out_[1]}
+        if self.transformer_ is not None:
+            tensors["steps"] = self.steps_
         del parameters["device"]  # the machine's, not the model's
         fitted = {
-            "kernel": _kernel_config(self.kernel_),
+            "heads": [_head_config(head) for head in self.heads_],
             "gamma": self.gamma_,
             "ridge": self.ridge_,
-            "layout": "fast" if self.transformer_ is None else self.transformer_.layout,
+            "layout": self.layout_,
             "level": self.level_,
             "reward_unit": self.reward_unit_,
             "status": solution.status,
@@ -104,21 +123,28 @@ class PersistentModel(BaseEstimator, ABC):
         try:
             fitted = config["fitted"]
             arrays: dict[str, Any] = {n.removeprefix("context."): a for n, a in tensors.items() if n.startswith("context.")}
-            model.kernel_ = kernels.from_config(fitted["kernel"])
-            model.gamma_, model.ridge_ = float(fitted["gamma"]), float(fitted["ridge"])
+            model.heads_ = tuple(head_from_config(head) for head in fitted["heads"])
+            model.gamma_, model.ridge_, model.layout_ = float(fitted["gamma"]), float(fitted["ridge"]), fitted["layout"]
             model.context_ = Transitions(**arrays, source=str(folder), format="fitted")
             model.n_features_in_ = model.context_.obs_dim
-            model.scaler_ = Scaler(tensors["scaler.centre"], tensors["scaler.factor"])
+            kinds = dict.fromkeys(head.scaler for head in model.heads_)
+            model.scalers_ = {k: Scaler(tensors[f"scaler.{k}.centre"], tensors[f"scaler.{k}.factor"]) for k in kinds}
             model.level_, model.reward_unit_ = float(fitted["level"]), float(fitted["reward_unit"])
-            dual_coef = torch.tensor(tensors["dual_coef"], device=model._device)
-            errors = torch.tensor(tensors["td_error"])
-            model.solution_ = Solution(dual_coef[:0], dual_coef, errors, fitted["status"], fitted["message"], fitted["stats"])
+            model.mixing_weights_ = tensors["mixing_weights"]
+            model.fold_ = tensors.get("fold")
+            model.left_out_ = (tensors["left_out.td"], tensors["left_out.values"]) if "fold" in tensors else None
+            dual_coef, errors = torch.tensor(tensors["dual_coef"], device=model._device), torch.tensor(tensors["td_error"])
+            if dual_coef.shape != (len(model.heads_), len(model.context_)) or len(model.mixing_weights_) != len(dual_coef) + 1:
+                raise TypeError("coefficients of another shape")
+            if fitted["status"] not in get_args(Status):
+                raise TypeError("status")
+            model.solution_ = Solution(
+                dual_coef[:0, 0], dual_coef, errors, fitted["status"], fitted["message"], fitted["stats"]
+            )
             model.td_error_ = tensors["td_error"]
-            if fitted["status"] not in get_args(Status) or not all(isinstance(s, float) for s in fitted["stats"]["step_sizes"]):
-                raise TypeError("status or step sizes")
             model._check_parameters()
-            layout, steps = fitted["layout"], fitted["stats"]["step_sizes"]
-            model.transformer_ = None if layout == "fast" else model._transformer(layout, steps)
+            model._prepare()
+            model._literal(torch.tensor(tensors["steps"]) if "steps" in tensors else None)
             model.predict(model.context_.observations[:1])
         except InputError:
             raise
@@ -130,7 +156,10 @@ class PersistentModel(BaseEstimator, ABC):
     def _check_parameters(self) -> None: ...
 
     @abstractmethod
-    def _transformer(self, layout: Layout, steps: Sequence[float]) -> Transformer: ...
+    def _prepare(self) -> None: ...
+
+    @abstractmethod
+    def _literal(self, steps: torch.Tensor | None) -> None: ...
 
     @property
     @abstractmethod
@@ -140,10 +169,19 @@ class PersistentModel(BaseEstimator, ABC):
     def predict(self, observations: ArrayLike) -> NDArray[Any]:
         """Return values ``(m,)`` at observations ``(m, d)``."""
 
+    @property
+    @abstractmethod
+    def steps_(self) -> NDArray[np.float64]:
+        """``(layers, heads, columns)`` step sizes of the literal transformer."""
+
     def _encode(self) -> tuple[dict[str, Any], Tensors]:
         parameters, tensors = self.get_params(deep=False), {}
         if isinstance(self.kernel, Kernel):
             parameters["kernel"] = _kernel_config(self.kernel)
+        elif not isinstance(self.kernel, str):
+            parameters["kernel"] = [_head_config(head) for head in self.kernel]
+            temperatures = [head["kernel"].pop("temperature", math.nan) for head in parameters["kernel"]]
+            tensors["temperatures"] = np.array(temperatures)  # the weights of the model; NaN: inside a composite kernel
         if not isinstance(parameters["step_size"], (str, int, float)):
             tensors["step_sizes"] = np.asarray(parameters["step_size"], dtype=np.float64)
             parameters["step_size"] = "tensor"
@@ -154,11 +192,37 @@ class PersistentModel(BaseEstimator, ABC):
         parameters = dict(config["parameters"])
         if unknown := set(parameters) - set(cls().get_params(deep=False)):
             raise InputError(f"{folder}: parameters", "those of this version", f"unknown {sorted(unknown)}", "update it")
-        if isinstance(parameters.get("kernel"), dict):
-            parameters["kernel"] = kernels.from_config(parameters["kernel"])
-        if parameters.get("step_size") == "tensor":
-            parameters["step_size"] = tensors["step_sizes"].tolist()
+        try:
+            if isinstance(parameters.get("kernel"), dict):
+                parameters["kernel"] = kernels.from_config(parameters["kernel"])
+            elif isinstance(parameters.get("kernel"), list):
+                parameters["kernel"] = _decode_heads(parameters["kernel"], tensors["temperatures"])
+            if parameters.get("step_size") == "tensor":
+                parameters["step_size"] = tensors["step_sizes"].tolist()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(str(folder), "a model written by ValueFormer", f"a damaged one ({error})", "save it again") from None
         return parameters
+
+
+def bundled() -> list[str]:
+    """Return the names of the frozen models in the package."""
+    return sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
+
+
+@lru_cache
+def bundled_heads(name: str) -> tuple[Head, ...]:
+    """Return the heads of a frozen model in the package."""
+    config, tensors = _read(WEIGHTS / name, "model.safetensors")
+    return _decode_heads(config["parameters"]["kernel"], tensors["temperatures"])
+
+
+def _decode_heads(heads: list[dict[str, Any]], temperatures: NDArray[Any]) -> tuple[Head, ...]:
+    own = [{} if math.isnan(t) else {"temperature": float(t)} for t in temperatures]
+    return tuple(head_from_config({**h, "kernel": h["kernel"] | t}) for h, t in zip(heads, own, strict=True))
+
+
+def _head_config(head: Head) -> dict[str, Any]:
+    return {"scaler": head.scaler, "kernel": _kernel_config(head.kernel)}
 
 
 def _kernel_config(kernel: Kernel) -> dict[str, Any]:

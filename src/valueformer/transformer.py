@@ -20,6 +20,7 @@ from valueformer.errors import InputError
 from valueformer.kernels import HeadKernel
 from valueformer.kernels.families import ROUNDING_ERRORS
 from valueformer.prompt import Layout, Prompt
+from valueformer.streams import StreamPrompt
 
 __all__ = ["AttentionBlock", "Head", "Transformer", "TransformerOutput"]
 
@@ -55,7 +56,7 @@ class AttentionBlock(nn.Module):
             else:
                 self.register_buffer(name, matrix)
 
-    def forward(self, tokens: Float[Tensor, "*batch t c"], prompt: Prompt) -> Float[Tensor, "*batch t c"]:
+    def forward(self, tokens: Float[Tensor, "*batch t c"], prompt: Prompt | StreamPrompt) -> Float[Tensor, "*batch t c"]:
         """Return the next layer's tokens; ``prompt`` supplies the masks."""
         stream = tokens @ self.residual.mT
         for h in range(len(self.heads)):
@@ -63,7 +64,7 @@ class AttentionBlock(nn.Module):
             stream = stream + attention @ (tokens @ self.value[h].mT)
         return stream
 
-    def attention(self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: Prompt) -> Float[Tensor, "*batch t t"]:
+    def attention(self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: Prompt | StreamPrompt) -> Float[Tensor, "*batch t t"]:
         """Return head h's attention matrix, queries by keys."""
         head = self.heads[h]
         queries = tokens @ self.query[h].mT  # (..., t, k)
@@ -100,6 +101,8 @@ class TransformerOutput:
     """``(L, ..., m)`` V at the queries after each layer."""
     td_error: Tensor
     """``(L, ...)`` mean squared TD error on the context after each layer, weighted as the transitions are."""
+    td_errors: Tensor
+    """``(L, ..., n)`` the TD errors themselves."""
     tokens: Tensor
     """``(..., t, c)`` the last layer's tokens."""
 
@@ -123,7 +126,7 @@ class Transformer(nn.Module):
         self._build = layers if callable(layers) else None
         self.layers = nn.ModuleList([] if callable(layers) else layers)  # of AttentionBlock
 
-    def forward(self, prompt: Prompt) -> TransformerOutput:
+    def forward(self, prompt: Prompt | StreamPrompt) -> TransformerOutput:
         """Run all layers on a prompt. Raises InputError if the prompt's layout, width or dtype is another one."""
         if not len(self.layers) and self._build is not None:
             built = self._build(prompt.obs_dim, prompt.tokens.dtype)
@@ -133,8 +136,9 @@ class Transformer(nn.Module):
         for block in self.layers:
             tokens = block(tokens, prompt)
             trace.append(prompt.query_values(tokens))
-            errors.append(prompt.td_error(tokens, self.gamma))
-        return TransformerOutput(trace[-1], torch.stack(trace), torch.stack(errors), tokens)
+            errors.append(prompt.td_errors(tokens, self.gamma))
+        squares = torch.stack([prompt.mean_square(td) for td in errors])
+        return TransformerOutput(trace[-1], torch.stack(trace), squares, torch.stack(errors), tokens)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the matrices; raises InputError before they exist (obs_dim was not given and no prompt was seen)."""
@@ -154,7 +158,7 @@ class Transformer(nn.Module):
         if not len(self.layers):
             raise InputError("transformer", "matrices", "none yet", "pass obs_dim to construct, or run a prompt first")
 
-    def _check(self, prompt: Prompt) -> None:
+    def _check(self, prompt: Prompt | StreamPrompt) -> None:
         if prompt.layout != self.layout:
             raise InputError("prompt.layout", repr(self.layout), repr(prompt.layout), "build both with one layout")
         residual = cast(AttentionBlock, self.layers[0]).residual

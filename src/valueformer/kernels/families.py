@@ -88,15 +88,17 @@ def squared_distances(
     queries, keys = queries - centre, keys - centre
     query_norms = queries.square().sum(-1).unsqueeze(-1)  # (..., n, 1)
     key_norms = keys.square().sum(-1).unsqueeze(-2)  # (..., 1, m)
-    squares = torch.add(query_norms + key_norms, queries @ keys.mT, alpha=-2.0)  # (..., n, m)
+    squares = (queries @ keys.mT).mul_(-2.0).add_(query_norms).add_(key_norms)  # (..., n, m)
     if flush:
-        rounding = ROUNDING_ERRORS * torch.finfo(squares.dtype).eps * (query_norms + key_norms)
-        squares = torch.where(squares <= rounding, torch.zeros_like(squares), squares)
-    return squares.clamp_min(0.0)
+        rounding = ROUNDING_ERRORS * torch.finfo(squares.dtype).eps
+        squares = squares.masked_fill_(squares <= (rounding * query_norms) + (rounding * key_norms), 0.0)
+    return squares.clamp_min_(0.0)
 
 
 def _sqrt(square: Tensor) -> Tensor:
     """Square root whose gradient at zero is zero rather than infinite."""
+    if not square.requires_grad:
+        return square.clamp_min(0.0).sqrt()
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 

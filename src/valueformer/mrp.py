@@ -1,0 +1,201 @@
+"""Reward processes whose value is known exactly: finite chains by a linear solve, linear-quadratic systems by a Lyapunov equation.
+
+They are what estimates and intervals are tested against, and what pretraining can draw tasks from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import solve_discrete_lyapunov
+
+from valueformer.arguments import check_gamma
+from valueformer.errors import InputError
+from valueformer.transitions import Transitions
+
+__all__ = ["FiniteMRP", "LinearQuadratic", "RewardProcess", "boyan_chain", "loop", "sample"]
+
+Array = NDArray[np.float64]
+
+
+class RewardProcess(Protocol):
+    """A Markov reward process that can be sampled and whose value is known."""
+
+    def start(self, count: int, generator: np.random.Generator) -> Array:
+        """Draw initial states ``(count, k)``, in the process's own coordinates."""
+        ...
+
+    def step(self, states: Array, generator: np.random.Generator) -> tuple[Array, Array, NDArray[np.bool_]]:
+        """Return successors ``(count, k)``, rewards ``(count,)`` and whether each transition terminates."""
+        ...
+
+    def observe(self, states: Array) -> Array:
+        """Return what is logged of states: ``(count, d)``."""
+        ...
+
+    def value(self, states: Array, gamma: float) -> Array:
+        """Return exact V ``(count,)``."""
+        ...
+
+    def initial_value(self, gamma: float) -> float:
+        """Return the exact mean of V over initial states."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class FiniteMRP:
+    """A finite chain: ``V = (I - gamma P_continue)^{-1} r``; a row of ``transition`` that sums to less than 1 terminates.
+
+    ``transition``: ``(s, s)``; ``rewards``: ``(s,)``, earned on leaving a state; ``features``: ``(s, d)``; ``initial``: ``(s,)``.
+    """
+
+    transition: Array
+    rewards: Array
+    features: Array
+    initial: Array
+
+    def __post_init__(self) -> None:
+        size = len(self.rewards)
+        shapes = (self.transition.shape, self.features.shape[:1], self.initial.shape)
+        if shapes != ((size, size), (size,), (size,)):
+            raise InputError("FiniteMRP", f"arrays of {size} states", str(shapes))
+        rows = self.transition.sum(axis=1)
+        if (self.transition < 0).any() or (rows > 1 + 1e-9).any() or abs(self.initial.sum() - 1) > 1e-9:
+            raise InputError("FiniteMRP", "probabilities", f"rows that sum to {rows.min():g} .. {rows.max():g}")
+
+    def start(self, count: int, generator: np.random.Generator) -> Array:
+        """Draw initial states ``(count, 1)``: their numbers."""
+        return generator.choice(len(self.initial), size=(count, 1), p=self.initial).astype(float)
+
+    def step(self, states: Array, generator: np.random.Generator) -> tuple[Array, Array, NDArray[np.bool_]]:
+        """Return successors, rewards and ends."""
+        index = states[:, 0].astype(int)
+        draw = generator.random(len(index))
+        following = (np.cumsum(self.transition[index], axis=1) <= draw[:, None]).sum(axis=1)
+        ended = following >= len(self.rewards)
+        return np.where(ended, index, following)[:, None].astype(float), self.rewards[index], ended
+
+    def observe(self, states: Array) -> Array:
+        """Return features ``(count, d)``."""
+        return self.features[states[:, 0].astype(int)]
+
+    def value(self, states: Array, gamma: float) -> Array:
+        """Return exact V ``(count,)``; raises InputError where it is infinite."""
+        check_gamma(gamma)
+        system = np.eye(len(self.rewards)) - gamma * self.transition
+        if np.linalg.cond(system) > 1e12:
+            raise InputError("gamma", "a chain that ends, or a gamma < 1", str(gamma))
+        return np.linalg.solve(system, self.rewards)[states[:, 0].astype(int)]
+
+    def initial_value(self, gamma: float) -> float:
+        """Return the exact mean of V over initial states."""
+        return float(self.initial @ self.value(np.arange(len(self.rewards))[:, None].astype(float), gamma))
+
+
+@dataclass(frozen=True, eq=False)
+class LinearQuadratic:
+    """``x' = A x + N(0, noise^2 I)``, reward ``-x^T cost x``, starts at N(0, spread^2 I), never ends.
+
+    ``V(x) = -x^T S x - gamma noise^2 tr(S) / (1 - gamma)`` with ``S = cost + gamma A^T S A`` (Bertsekas 2012, 4.1).
+    """
+
+    dynamics: Array
+    cost: Array
+    noise: float
+    spread: float
+
+    def start(self, count: int, generator: np.random.Generator) -> Array:
+        """Draw initial states ``(count, d)``."""
+        return self.spread * generator.standard_normal((count, len(self.cost)))
+
+    def step(self, states: Array, generator: np.random.Generator) -> tuple[Array, Array, NDArray[np.bool_]]:
+        """Return successors, rewards, and no ends."""
+        successors = states @ self.dynamics.T + self.noise * generator.standard_normal(states.shape)
+        rewards = -np.einsum("ni,ij,nj->n", states, self.cost, states)
+        return successors, rewards, np.zeros(len(states), bool)
+
+    def observe(self, states: Array) -> Array:
+        """Return the states as they are."""
+        return states
+
+    def _quadratic(self, gamma: float) -> Array:
+        check_gamma(gamma)
+        scaled = np.sqrt(gamma) * self.dynamics
+        if not (gamma < 1 and np.abs(np.linalg.eigvals(scaled)).max() < 1):
+            raise InputError("gamma", "a value that is finite", str(gamma), "a smaller gamma")
+        return solve_discrete_lyapunov(scaled.T, self.cost)
+
+    def value(self, states: Array, gamma: float) -> Array:
+        """Return exact V ``(count,)``; raises InputError where it is infinite."""
+        S = self._quadratic(gamma)
+        constant = gamma * self.noise**2 * np.trace(S) / (1.0 - gamma)
+        return -np.einsum("ni,ij,nj->n", states, S, states) - constant
+
+    def initial_value(self, gamma: float) -> float:
+        """Return the exact mean of V over initial states."""
+        S = self._quadratic(gamma)
+        return float(-(self.spread**2) * np.trace(S) - gamma * self.noise**2 * np.trace(S) / (1.0 - gamma))
+
+
+def boyan_chain(seed: int = 0, *, states: int = 10, dim: int = 4) -> FiniteMRP:
+    """Return the random Boyan chain of Wang et al. (2025): each state goes one or two further, the last one starts anew.
+
+    Transition probabilities and the initial law from U(.01, .99), features and rewards from U(-1, 1).
+    """
+    generator = np.random.default_rng(seed)
+    P = np.zeros((states, states))
+    one = generator.uniform(0.01, 0.99, size=states)
+    for i in range(states - 2):
+        P[i, i + 1], P[i, i + 2] = one[i], 1.0 - one[i]
+    P[-2, -1] = 1.0
+    P[-1] = generator.uniform(0.01, 0.99, size=states)
+    P[-1] /= P[-1].sum()
+    initial = generator.uniform(0.01, 0.99, size=states)
+    features = generator.uniform(-1.0, 1.0, size=(states, dim))
+    return FiniteMRP(P, generator.uniform(-1.0, 1.0, size=states), features, initial / initial.sum())
+
+
+def loop(states: int = 12, *, stop: float = 0.05) -> FiniteMRP:
+    """Return a lazy random walk on a circle that ends with probability ``stop`` at each step; reward: the height."""
+    angle = 2.0 * np.pi * np.arange(states) / states
+    P = np.zeros((states, states))
+    for i in range(states):
+        for move, p in ((-1, 0.25), (0, 0.25), (1, 0.5)):
+            P[i, (i + move) % states] += (1.0 - stop) * p
+    return FiniteMRP(P, np.sin(angle), np.column_stack([np.cos(angle), np.sin(angle)]), np.full(states, 1.0 / states))
+
+
+def sample(process: RewardProcess, episodes: int, length: int, seed: int = 0) -> Transitions:
+    """Return logged episodes of at most ``length`` steps each; those that did not end are truncated."""
+    generator = np.random.default_rng(seed)
+    states = process.start(episodes, generator)
+    running = np.ones(episodes, bool)
+    rows: dict[str, list[Array]] = {name: [] for name in ("s", "r", "next", "end", "id", "t")}
+    for t in range(length):
+        successors, rewards, ended = process.step(states, generator)
+        for name, array in (
+            ("s", process.observe(states)), ("r", rewards), ("next", process.observe(successors)), ("end", ended),
+            ("id", np.arange(episodes)), ("t", np.full(episodes, t)),
+        ):  # fmt: skip
+            rows[name].append(array[running])
+        running = running & ~ended
+        states = successors
+        if not running.any():
+            break
+    column = {name: np.concatenate(parts) for name, parts in rows.items()}
+    order = np.lexsort((column["t"], column["id"]))
+    column = {name: array[order] for name, array in column.items()}
+    last = np.append(column["id"][1:] != column["id"][:-1], True)
+    return Transitions(
+        observations=column["s"],
+        next_observations=column["next"],
+        rewards=column["r"],
+        terminated=column["end"],
+        truncated=last & ~column["end"],
+        episode_ids=column["id"],
+        steps=column["t"],
+        source=type(process).__name__,
+    )

@@ -1,0 +1,49 @@
+"""Checks of an estimator's parameters, made at fit as scikit-learn asks for."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, get_args
+
+import numpy as np
+
+from valueformer.arguments import check_gamma, check_ridge, check_steps
+from valueformer.errors import InputError
+from valueformer.heads import Head, check_mix
+from valueformer.kernels import Kernel
+from valueformer.prompt import Layout
+from valueformer.solvers import MAX_LAYERS
+
+__all__ = ["LARGEST_REWARD", "check_parameters"]
+
+LARGEST_REWARD = 1e150  # squares of TD errors stay finite
+
+
+def check_parameters(model: Any) -> None:
+    """Raise InputError for a parameter of a ValueFormer that is out of range."""
+    check_gamma(model.gamma)
+    several = isinstance(model.kernel, (list, tuple)) and model.kernel and all(isinstance(h, Head) for h in model.kernel)
+    if not isinstance(model.kernel, (Kernel, str)) and not several:
+        raise InputError("kernel", "a vf.kernels.Kernel, a name, or a list of vf.Head", repr(model.kernel))
+    check_mix(model.mix)
+    if model.algorithm not in ("td", "lstd"):
+        raise InputError("algorithm", "'td' or 'lstd'", repr(model.algorithm))
+    if model.layout != "fast" and model.layout not in get_args(Layout):
+        raise InputError("layout", " | ".join(("fast", *get_args(Layout))), repr(model.layout))
+    if model.layout != "fast" and model.algorithm == "lstd":
+        raise InputError("layout", "'fast' with algorithm 'lstd'", repr(model.layout), "a fixed point has no layers")
+    if model.dtype not in ("float32", "float64"):
+        raise InputError("dtype", "'float32' or 'float64'", repr(model.dtype))
+    level = model.initial_level
+    if level != "context" and not (isinstance(level, numbers.Real) and not isinstance(level, bool) and np.isfinite(level)):
+        raise InputError("initial_level", "'context' or a finite number", repr(level))
+    check_ridge(model.ridge)
+    if isinstance(model.step_size, str) and model.step_size not in ("fast", "safe"):
+        raise InputError("step_size", "'fast', 'safe', a number or a sequence of numbers", repr(model.step_size))
+    layers = MAX_LAYERS if model.num_layers == "auto" else model.num_layers
+    check_steps(1.0 if isinstance(model.step_size, str) else model.step_size, layers)
+    n = model.n_replicates
+    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or not 2 <= n <= 100_000:
+        raise InputError("n_replicates", "a whole number from 2 to 100000", repr(n))
+    if isinstance(model.random_state, bool) or not isinstance(model.random_state, numbers.Integral) or model.random_state < 0:
+        raise InputError("random_state", "a whole number >= 0", repr(model.random_state))
