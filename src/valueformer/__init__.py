@@ -17,23 +17,29 @@ if TYPE_CHECKING:
     from valueformer import kernels
     from valueformer.collection import collect
     from valueformer.construction import construct
+    from valueformer.diagnostics import Diagnosis, diagnose
     from valueformer.errors import InputError, MissingExtraError
     from valueformer.estimator import DivergenceWarning, ValueFormer, load_model
     from valueformer.evaluation import evaluate
+    from valueformer.heads import Head
     from valueformer.inspection import DataReport
     from valueformer.metrics import HeldOut
     from valueformer.prompt import Prompt
     from valueformer.results import Evaluation
     from valueformer.solvers import Solution, solve
     from valueformer.sources import load
+    from valueformer.support import QueryCheck
     from valueformer.transformer import Transformer, TransformerOutput
     from valueformer.transitions import Returns, Transitions, concatenate
+    from valueformer.trust import Verdict
     from valueformer.writers import export
 
 # Where each public name lives. Modules are imported when first asked for: reading a log takes no torch.
 _HOMES = {
     "collect": "collection",
     "construct": "construction",
+    "Diagnosis": "diagnostics",
+    "diagnose": "diagnostics",
     "InputError": "errors",
     "MissingExtraError": "errors",
     "DivergenceWarning": "estimator",
@@ -41,6 +47,7 @@ _HOMES = {
     "load_model": "estimator",
     "evaluate": "evaluation",
     "export": "writers",
+    "Head": "heads",
     "DataReport": "inspection",
     "HeldOut": "metrics",
     "Prompt": "prompt",
@@ -48,31 +55,38 @@ _HOMES = {
     "Solution": "solvers",
     "solve": "solvers",
     "load": "sources",
+    "QueryCheck": "support",
     "Transformer": "transformer",
     "TransformerOutput": "transformer",
     "Returns": "transitions",
     "Transitions": "transitions",
     "concatenate": "transitions",
+    "Verdict": "trust",
 }
 
 __all__ = [
     "DataReport",
+    "Diagnosis",
     "DivergenceWarning",
     "Evaluation",
+    "Head",
     "HeldOut",
     "InputError",
     "MissingExtraError",
     "Prompt",
+    "QueryCheck",
     "Returns",
     "Solution",
     "Transformer",
     "TransformerOutput",
     "Transitions",
     "ValueFormer",
+    "Verdict",
     "__version__",
     "collect",
     "concatenate",
     "construct",
+    "diagnose",
     "evaluate",
     "export",
     "kernels",

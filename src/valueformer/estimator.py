@@ -31,6 +31,7 @@ from valueformer.results import Status
 from valueformer.solvers import TOLERANCE, Path, Solution, StepSize, distinct_states, evaluate_kernel_sum
 from valueformer.storage import PersistentModel, bundled, bundled_heads
 from valueformer.streams import StreamPrompt
+from valueformer.support import QueryCheck, Support, excess, value_range
 from valueformer.transitions import Transitions
 
 __all__ = ["DivergenceWarning", "ValueFormer", "load_model"]
@@ -64,8 +65,10 @@ class ValueFormer(PersistentModel):
         Discount per step; a transition's own ``discounts`` multiply it.
     ridge : float >= 0
         Leak of the residual stream, in units of the kernel.
-    initial_level : "context" or float
-        V before the first layer: the context's constant of least TD error (theory 7.1), or a number.
+    initial_level : "context", "mean" or float
+        V before the first layer. "context": the constant of least mean squared TD error (theory 7.1). "mean": the constant whose
+        TD errors average to zero, TD's own fixed point for a constant: nearer to recorded returns where few steps end an episode
+        and gamma is near 1, at a larger TD error. Or a number.
     scaler : "isotropic", "standardize", "none" or None
         Fitted on the context's states alone (:func:`valueformer.features.fit_scaler`). None: each head's own, isotropic for
         a single kernel; a name puts all heads on that scaler.
@@ -117,7 +120,7 @@ class ValueFormer(PersistentModel):
         step_size: StepSize = "fast",
         gamma: float = 0.99,
         ridge: float = 0.0,
-        initial_level: Literal["context"] | float = "context",
+        initial_level: Literal["context", "mean"] | float = "context",
         scaler: ScalerKind | None = None,
         mix: Mix = "context",
         layout: Literal["fast"] | Layout = "fast",
@@ -162,7 +165,7 @@ class ValueFormer(PersistentModel):
             raise InputError("rewards", f"magnitudes up to {LARGEST_REWARD:g}", f"{largest:g}", "rescale the rewards")
         self.reward_unit_ = float(2.0 ** np.floor(np.log2(largest or 1.0)))
         level = self.initial_level
-        if level != "context" and not abs(float(level) / self.reward_unit_) <= LARGEST_REWARD:
+        if not isinstance(level, str) and not abs(float(level) / self.reward_unit_) <= LARGEST_REWARD:
             raise InputError("initial_level", "a level within 1e150 times the rewards", str(self.initial_level))
         self.context_ = data.with_numbers(
             observations=data.observations,
@@ -210,6 +213,7 @@ class ValueFormer(PersistentModel):
             device=self._device,
         )
         self.replicates_: tuple[Tensor, NDArray[np.float64]] | None = None
+        self.support_: Support | None = None
 
     def _columns(self) -> Columns:
         """Return the context as a whole, then without each fold."""
@@ -222,7 +226,9 @@ class ValueFormer(PersistentModel):
         """Return copies of the context under weights ``(b, n)`` on top of its own."""
         if self.context_.sample_weight is not None:
             weights = weights * self.context_.sample_weight
-        level = None if self.initial_level == "context" else float(self.initial_level) / self.reward_unit_
+        level = self.initial_level
+        if not isinstance(level, str):
+            level = float(level) / self.reward_unit_
         return Columns.of(weights, self.context_.rewards, self.context_.discount(self.gamma_), level)
 
     def _solve(self) -> None:
@@ -416,22 +422,35 @@ class ValueFormer(PersistentModel):
         coefficients, levels = self.replicates_
         return (self._kernel_sum(points, coefficients) + levels[:, None]) * self.reward_unit_
 
+    def draws(self) -> NDArray[np.int64]:
+        """Return how often each replicate drew each episode, ``(replicates, episodes)``; raises InputError with fewer than two."""
+        weight = np.bincount(self.context_.episode_index, weights=self.context_.sample_weight)
+        counted = weight > 0  # an episode without weight says nothing
+        if counted.sum() < 2:
+            raise InputError("context", "at least two episodes, to draw from", "one", "a spread needs more than one")
+        share = counted / counted.sum()
+        return np.random.default_rng(self.random_state).multinomial(int(counted.sum()), share, size=self.n_replicates)
+
     def _resample(self) -> tuple[Float[Tensor, "h b n"], NDArray[np.float64]]:
         """Return the coefficients, times mixing weights, and the levels ``(b,)`` of all replicates."""
-        episodes = self.context_.episode_index
-        count = self.context_.n_episodes
-        weight = self.context_.sample_weight
-        counted = np.bincount(episodes, weights=weight) > 0  # an episode without weight says nothing
-        if counted.sum() < 2:
-            raise InputError("context", "at least two episodes, to draw from", str(count), "a spread needs more than one")
-        draws = np.random.default_rng(self.random_state).multinomial(
-            int(counted.sum()), counted / counted.sum(), size=self.n_replicates
-        )  # (b, episodes)
-        columns = self._weighted(draws[:, episodes].astype(np.float64))
+        draws = self.draws()
+        columns = self._weighted(draws[:, self.context_.episode_index].astype(np.float64))
         done = self.problem_.run(self.heads_, columns)
         gates = np.array([self._gate(column) for column in columns.weights])  # (b, h + 1)
         coefficients = done.path.dual_coef * torch.tensor(gates[:, :-1].T[..., None]).to(done.path.dual_coef)
         return coefficients, columns.levels
+
+    def check(self, observations: ArrayLike | Transitions) -> QueryCheck:
+        """Return what to know about each answer: is the state far from the data, is V beyond what rewards could add up to?"""
+        points = self._points(observations)
+        if self.support_ is None:
+            views = {kind: view.observations.astype(np.float64) for kind, view in self.problem_.views.items()}
+            groups = fold_of_rows(self.context_.episode_index) if self.context_.n_episodes == 1 else self.context_.episode_index
+            self.support_ = Support.of(views, groups, self.random_state)
+        distance = self.support_.distance({kind: self._scale(kind, points).astype(np.float64) for kind in self.problem_.views})
+        low, high = value_range(self.context_.rewards, self.gamma_, bool(self.context_.terminated.any()))
+        values = self._predict(points) / self.reward_unit_
+        return QueryCheck(distance, distance > 1.0, excess(values, low, high))
 
     def values_and_td_errors(self, data: Transitions) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return V(s_i) and ``delta_i = r_i + gamma_i V(s'_i) - V(s_i)``, each ``(n,)``, on any transitions."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from valueformer.arguments import check_states
 from valueformer.features import Scaler, ScalerKind
 from valueformer.heads import Head
-from valueformer.metrics import best_constant
+from valueformer.metrics import best_constant, mean_constant
 from valueformer.solvers import Context, Path, StepSize, fixed_point, iterate
 from valueformer.solvers.context import matrix_bytes, memory
 from valueformer.transitions import Transitions
@@ -32,11 +32,12 @@ class Columns:
     levels: Vector
 
     @classmethod
-    def of(cls, weights: Vector, rewards: Vector, discount: Vector, level: float | None) -> Columns:
-        """Return columns of these weights, each at its own constant of least TD error, or all at ``level``."""
-        if level is not None:
+    def of(cls, weights: Vector, rewards: Vector, discount: Vector, level: float | str) -> Columns:
+        """Return columns of these weights, each at its own constant ("context" or "mean"), or all at ``level``."""
+        if not isinstance(level, str):
             return cls(weights, np.full(len(weights), level))
-        return cls(weights, np.array([best_constant(rewards, discount, column) for column in weights]))
+        rule = best_constant if level == "context" else mean_constant
+        return cls(weights, np.array([rule(rewards, discount, column) for column in weights]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from valueformer.errors import InputError
 from valueformer.transitions import Transitions
 
-__all__ = ["HeldOut", "best_constant", "explained_variance", "held_out_metrics"]
+__all__ = ["HeldOut", "best_constant", "explained_variance", "held_out_metrics", "mean_constant"]
 
 # Rows whose return misses more than this weight of what comes after the record are left out of explained variance.
 MAX_REMAINING = 0.05
@@ -45,6 +45,17 @@ def best_constant(rewards: NDArray[Any], discount: Vector, weight: NDArray[Any] 
     share = np.ones_like(w) if weight is None else weight.astype(np.float64)
     energy = float((share * w * w).sum())
     return float((share * w * rewards.astype(np.float64)).sum()) / energy if energy > 0 else 0.0
+
+
+def mean_constant(rewards: NDArray[Any], discount: Vector, weight: NDArray[Any] | None = None) -> float:
+    """Return the constant V whose TD errors average to zero, ``sum r / sum w`` with ``w_i = 1 - gamma_i``; 0 where all w are 0.
+
+    It is what TD converges to with a constant as its only feature.
+    """
+    w = 1.0 - discount
+    share = np.ones_like(w) if weight is None else weight.astype(np.float64)
+    total = float((share * w).sum())
+    return float((share * rewards.astype(np.float64)).sum()) / total if total > 0 else 0.0
 
 
 def explained_variance(values: Vector, returns: Vector, remaining: Vector) -> float | None:

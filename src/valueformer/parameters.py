@@ -35,8 +35,9 @@ def check_parameters(model: Any) -> None:
     if model.dtype not in ("float32", "float64"):
         raise InputError("dtype", "'float32' or 'float64'", repr(model.dtype))
     level = model.initial_level
-    if level != "context" and not (isinstance(level, numbers.Real) and not isinstance(level, bool) and np.isfinite(level)):
-        raise InputError("initial_level", "'context' or a finite number", repr(level))
+    number = isinstance(level, numbers.Real) and not isinstance(level, bool) and np.isfinite(level)
+    if not number and level not in ("context", "mean"):
+        raise InputError("initial_level", "'context', 'mean' or a finite number", repr(level))
     check_ridge(model.ridge)
     if isinstance(model.step_size, str) and model.step_size not in ("fast", "safe"):
         raise InputError("step_size", "'fast', 'safe', a number or a sequence of numbers", repr(model.step_size))

@@ -48,7 +48,7 @@ def evaluation_chart(document: dict[str, Any], columns: dict[str, NDArray[Any]])
         lower.append(scatter)
     title = alt.TitleParams(
         f"Value of the behaviour policy: {document['source']}",
-        subtitle=[f"gamma = {document['gamma']:g}, {document['kernel']} kernel, {document['num_layers']} layers"],
+        subtitle=[f"gamma = {document['gamma']:g}, model {document['kernel']}, {document['num_layers']} layers"],
         anchor="start",
         fontSize=17,
         subtitleFontSize=12,
@@ -181,19 +181,29 @@ def summary_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the evaluation as (what, number) pairs, for the terminal and the page alike."""
     data, held, initial, level = document["data"], document["heldout"], document["initial_value"], document["level"]
     status = "max_layers (the normal end)" if document["status"] == "max_layers" else document["status"]
-    kernel = document["kernel"] if document["temperature"] is None else f"{document['kernel']}, {document['temperature']}"
     rows = [
         ("what is estimated", document["estimand"]),
         ("log", f"{data['n_transitions']} transitions, {data['n_episodes']} episodes, {data['obs_dim']} features"),
         ("ends", f"{data['terminated']} terminated, {data['truncated']} truncated"),
-        ("initial value, mean", number(initial["mean"])),
+        ("initial value, mean", _interval(initial)),
         ("mean value / recorded return", f"{number(level['mean_value'])} / {number(level['mean_return'])}"),
         ("TD error, held out / mean r²", number(held["td_ratio"])),
         ("  of the best constant value", number(held["td_ratio_constant"])),
         ("  ours / the constant's (TDc)", number(held["tdc"])),
         ("explained variance of returns", number(held["explained_variance"])),
         ("folds of whole episodes", str(held["n_folds"])),
-        ("kernel, temperature", kernel),
+        ("model", document["kernel"]),
+        *(("  " + _head(row), f"{row['weight']:.0%}") for row in document["heads"] if len(document["heads"]) > 2),
         ("layers, status", f"{document['num_layers']}, {status}"),
     ]
     return [*rows, ("note", document["message"])] if document["message"] else rows
+
+
+def _interval(initial: dict[str, Any]) -> str:
+    if initial["lower"] is None:
+        return number(initial["mean"])
+    return f"{number(initial['mean'])}, {initial['level']:.0%} interval {number(initial['lower'])} to {number(initial['upper'])}"
+
+
+def _head(row: dict[str, Any]) -> str:
+    return row["kernel"] if row["scaler"] is None else f"{row['kernel']}, {row['scaler']}"

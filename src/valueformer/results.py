@@ -24,7 +24,7 @@ __all__ = ["Evaluation", "Status", "plain", "read_stored", "to_json"]
 Status = Literal["converged", "max_layers", "diverged", "singular"]
 
 
-_NOT_JSON = ("table", "queries", "query_states")  # the first and the last go to Parquet
+_NOT_JSON = ("table", "queries", "query_states", "model")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,32 +38,36 @@ class Evaluation:
     gamma: float
     num_layers: int
     kernel: str
-    temperature: float | list[float] | None
+    heads: list[dict[str, Any]]
+    """Per head, the constant last: scaler, kernel, mixing weight, step size, rewinds, TD error on folds left out."""
     layout: str
-    step_size: float | list[float] | None
-    """Of the first layer, if all are equal; one per layer otherwise; None for a closed-form solution."""
     status: Status
     message: str
     verdict: str
+    trust: Mapping[str, str]
+    """The verdict's parts: level ("trust", "caution" or "doubt"), reason, remedy."""
     context_td_error: NDArray[np.float64]
     """``(L,)`` mean squared TD error on the whole context after each layer."""
     heldout: HeldOut
     initial_value: Mapping[str, Any]
-    """mean, and per_episode in order of appearance."""
+    """mean, lower, upper, level (of confidence), and per_episode in order of appearance."""
     table: Mapping[str, NDArray[Any]]
-    """Per transition: episode_id, step, value, td_error, advantage, heldout_value, monte_carlo_return, missing_weight."""
+    """Per transition: episode_id, step, value, td_error, advantage, heldout_value, monte_carlo_return,
+    missing_weight, far_from_others (from the episodes of the other folds), out_of_range."""
     initial_td_error: float = 0.0
     """Mean squared TD error on the context before the first layer."""
     rewinds: int = 0
     """Steps that the guard took back."""
     level: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """mean_value and mean_return over the rows whose return is at least 95 % recorded, held out where possible."""
-    queries: NDArray[Any] | None = None
-    """``(m,)`` values at the states asked about."""
+    """mean_value, mean_return and return_spread over the rows whose return is at least 95 % recorded, held out where possible."""
+    queries: Mapping[str, NDArray[Any]] | None = None
+    """At the states asked about, ``(m,)`` each: value, std, distance, far, out_of_range."""
     query_states: NDArray[Any] | None = None
     seconds: float = 0.0
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Parameters, seed and versions: what it takes to get these numbers again."""
+    model: Any = None
+    """The model, fitted to the whole log."""
 
     def __repr__(self) -> str:
         return f"Evaluation({self.source}, gamma={self.gamma:g}, status={self.status!r}: {self.verdict})"
@@ -88,7 +92,7 @@ class Evaluation:
         if self.queries is not None and self.query_states is not None:
             files["queries"] = str(folder / "queries.parquet")
             states = {f"obs_{i}": column for i, column in enumerate(self.query_states.T)}
-            asked = pa.table({**states, "value": self.queries})
+            asked = pa.table({**states, **self.queries})
             write_atomically(folder / "queries.parquet", lambda path: pyarrow.parquet.write_table(asked, path))
         write_text(folder / "result.json", to_json(self.to_dict(files)))
         return files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from valueformer.metrics import HeldOut
 from valueformer.transitions import Transitions
 
-__all__ = ["Level", "Verdict", "judge"]
+__all__ = ["FAR_OUT", "Level", "Verdict", "judge"]
 
 Level = Literal["trust", "caution", "doubt"]
 
 _GOOD_TDC, _POOR_TDC = 0.8, 0.97
 _GOOD_EV, _POOR_EV = 0.6, 0.3
+_GOOD_TDC_ALONE = 0.5  # asked for where no return is recorded long enough to compare with
 _LEVEL_TOLERANCE = 0.25  # of the mean recorded return's size, or of the returns' spread: the larger
-_FAR_SHARE = 0.05
+FAR_OUT = 0.1  # of the range that rewards allow: values so far beyond it are no rounding
+_MANY_OUT, _MANY_FAR = 0.05, 0.25
 _BEYOND = 0.05  # weight of what comes after the longest record; more, and no return was ever seen
 
 
@@ -37,40 +39,57 @@ class Verdict:
 
 
 def judge(
-    data: Transitions, heldout: HeldOut, *, gamma: float, status: str, message: str = "", mean_value: float | None = None,
-    mean_return: float | None = None, return_spread: float | None = None,
+    data: Transitions,
+    heldout: HeldOut,
+    *,
+    gamma: float,
+    status: str,
+    message: str = "",
+    level: Mapping[str, Any] | None = None,
+    far: float = 0.0,
+    out_of_range: float = 0.0,
 ) -> Verdict:
     """Say what the held-out numbers mean, from the worst finding to the mildest.
 
-    ``mean_value``, ``mean_return``, ``return_spread``: of held-out values and recorded returns where returns are recorded.
+    ``level``: mean_value, mean_return and return_spread of held-out values and recorded returns, where returns are recorded;
+    ``far``: share of states far from the other episodes; ``out_of_range``: share of values far beyond what rewards could add up to.
     """
     remedy = _remedy(data, gamma)
     if status in ("diverged", "singular"):
         return Verdict("doubt", f"the computation ended {status} ({message})", "step_size='fast', or a ridge such as 1e-3")
     if not data.rewards.any():
-        return Verdict("doubt", "rewards are all zero, so V is zero everywhere", "check the reward column")
+        return Verdict("doubt", "rewards are all zero: V is zero", "check the reward column")
     if heldout.td_error is None:
-        return Verdict("caution", "with a single episode nothing could be held out: these values fit the log, untested", "more episodes")
+        return Verdict(
+            "caution", "with a single episode nothing could be held out: these values fit the log, untested", "more episodes"
+        )
     if heldout.tdc is None:
         return Verdict("caution", "a constant explains this log exactly, so the states have nothing to add")
     tdc, explained = heldout.tdc, heldout.explained_variance
     numbers = f"on episodes left out their TD error is {tdc:.2f} times that of the best constant"
     if explained is not None:
         numbers += f" and they explain {max(explained, 0.0):.0%} of the variance of the returns"
+    if out_of_range > _MANY_OUT:
+        return Verdict("doubt", f"{out_of_range:.0%} of them lie beyond what such rewards can add up to", remedy)
     if tdc >= _POOR_TDC or (explained is not None and explained < _POOR_EV):
         return Verdict("doubt", f"{numbers}: they say little beyond one average number", remedy)
-    off = None if mean_value is None or mean_return is None else abs(mean_value - mean_return)
-    if off is not None and off > _LEVEL_TOLERANCE * max(abs(mean_return or 0.0), return_spread or 0.0):
-        return Verdict(
-            "caution", f"{numbers}, but their level is off: they average {mean_value:.3g} where recorded returns average {mean_return:.3g}", remedy
-        )
-    if explained is None:
-        if tdc > 0.5:
-            return Verdict("caution", f"{numbers}, and no return is recorded long enough to compare with", remedy)
-        return Verdict("trust", numbers)
-    if tdc > _GOOD_TDC or explained < _GOOD_EV:
+    if (off := _level_off(level)) is not None:
+        mend = "initial_level='mean' (--level mean), which follows recorded returns" if data.terminated.any() else remedy
+        return Verdict("caution", f"{numbers}, but {off}", mend)
+    if far > _MANY_FAR:
+        return Verdict("caution", f"{numbers}, but {far:.0%} of the states are far from all other episodes", "more episodes")
+    if tdc > _GOOD_TDC or (_GOOD_TDC_ALONE < tdc if explained is None else explained < _GOOD_EV):
         return Verdict("caution", numbers, remedy)
     return Verdict("trust", numbers)
+
+
+def _level_off(level: Mapping[str, Any] | None) -> str | None:
+    if level is None or level.get("mean_value") is None:
+        return None
+    value, recorded = level["mean_value"], level["mean_return"]
+    if abs(value - recorded) <= _LEVEL_TOLERANCE * max(abs(recorded), level["return_spread"]):
+        return None
+    return f"their level is off: they average {value:.3g} where recorded returns average {recorded:.3g}"
 
 
 def _remedy(data: Transitions, gamma: float) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from valueformer.bench.domains import Domain, Group, domains, split
+from valueformer.diagnostics import TEMPERATURES
 from valueformer.errors import InputError
 from valueformer.estimator import ValueFormer
 from valueformer.evaluation import evaluate
@@ -26,10 +27,8 @@ from valueformer.sources.simulated import text
 from valueformer.transitions import Transitions
 from valueformer.version import __version__
 
-__all__ = ["TEMPERATURES", "best_single", "run", "summarise"]
+__all__ = ["best_single", "run", "summarise"]
 
-# Lengthscales .05 to 12.8 in units of a typical distance.
-TEMPERATURES = tuple((0.05 * 2.0**k) ** 2 for k in range(9))
 _LAYERS = 40
 
 
@@ -109,7 +108,7 @@ def _context(domain: Domain, seed: int, models: Mapping[str, ValueFormer], gamma
         "models": {},
     }
     for name, model in models.items():
-        result = evaluate(context, model, n_replicates=0)
+        result = evaluate(context, model, intervals=False)
         fitted = result.model
         values, td = fitted.values_and_td_errors(test)
         metrics = held_out_metrics(test, gamma, values=values, td=td, n_folds=1)
@@ -149,7 +148,7 @@ def best_single(context: Transitions, test: Transitions, gamma: float, *, fast: 
         dtype=torch.float64,
         device=torch.device("cpu"),
     )
-    columns = Columns.of(np.ones((1, len(context))), problem.rewards, context.discount(gamma), None if fast else 0.0)
+    columns = Columns.of(np.ones((1, len(context))), problem.rewards, context.discount(gamma), "context" if fast else 0.0)
     done = problem.run(heads, columns)
     states, successor = distinct_states(test, gamma)
     centres = torch.tensor(problem.views["isotropic"].observations)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from valueformer.errors import InputError
 
-__all__ = ["Data", "Json", "check_out", "data_options", "findings", "print_table", "shown", "with_progress", "writing"]
+__all__ = ["Data", "Json", "Model", "check_out", "data_options", "findings", "print_table", "shown", "with_progress", "writing"]
 
 Data = Annotated[
     str,
@@ -25,6 +25,7 @@ Data = Annotated[
         help="A file, a folder, sample:NAME, minari:ID, or metaworld:TASK and gymnasium:ENV (collected on first use)."
     ),
 ]
+Model = Annotated[str, typer.Option(help="A frozen model: default, fast, or a folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 _GROUP = "How to read DATA"

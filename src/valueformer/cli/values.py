@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from valueformer.cli.shared import Data, Json, check_out, data_options, print_table, with_progress, writing
+from valueformer.cli.shared import Data, Json, Model, check_out, data_options, print_table, with_progress, writing
 from valueformer.errors import InputError
 
-__all__ = ["OUTPUTS", "evaluate"]
+__all__ = ["OUTPUTS", "build", "evaluate"]
 
 OUTPUTS = ("values.parquet", "queries.parquet", "result.json", "report.png", "report.html")
 
@@ -21,21 +21,26 @@ OUTPUTS = ("values.parquet", "queries.parquet", "result.json", "report.png", "re
 def evaluate(
     data: Data,
     gamma: Annotated[float, typer.Option(help="Discount per step, in [0, 1].")] = 0.99,
-    layers: Annotated[str, typer.Option(help="Number of layers (TD steps), or 'auto'.")] = "40",
+    layers: Annotated[str | None, typer.Option(help="Number of layers (TD steps), or 'auto'.")] = None,
+    model: Model = "default",
+    mix: Annotated[str | None, typer.Option(help="How heads are mixed: context, equal or first.")] = None,
     kernel: Annotated[
-        str, typer.Option(help="rbf, laplace, matern15, matern25, rational-quadratic, expdot, linear, ..")
-    ] = "rbf",
-    temperature: Annotated[float | None, typer.Option(help="Kernel temperature, lengthscale squared, in scaled units.")] = None,
-    step_size: Annotated[str, typer.Option(help="'fast', 'safe' or a number.")] = "fast",
-    scaler: Annotated[str, typer.Option(help="isotropic, standardize or none.")] = "isotropic",
+        str | None, typer.Option(help="One kernel instead of a model: rbf, laplace, matern15, rational-quadratic, linear, ..")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Its temperature, lengthscale squared, in scaled units.")] = None,
+    step_size: Annotated[str | None, typer.Option(help="'fast', 'safe' or a number.")] = None,
+    scaler: Annotated[str | None, typer.Option(help="isotropic, standardize or none, for all heads.")] = None,
+    level: Annotated[str | None, typer.Option(help="V before the first layer: context, mean or a number.")] = None,
     layout: Annotated[
-        str, typer.Option(help="fast (solver), or pair, residual, trajectory, two_group (transformer).")
-    ] = "fast",
-    algorithm: Annotated[str, typer.Option(help="td (layers) or lstd (their limit, in closed form).")] = "td",
-    ridge: Annotated[float, typer.Option(help="Leak of the residual stream, in units of the kernel.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+        str | None, typer.Option(help="fast (solver), or pair, residual, trajectory, two_group (transformer).")
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="td (layers) or lstd (their limit, in closed form).")] = None,
+    ridge: Annotated[float | None, typer.Option(help="Leak of the residual stream, in units of the kernel.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or float64.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ..")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seeds the scaler's subsample.")] = 0,
+    confidence: Annotated[float, typer.Option(help="Of the initial value's interval, in [0.5, 1).")] = 0.95,
+    replicates: Annotated[int, typer.Option(help="Bootstrap replicates behind intervals; 0 for none.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seeds the scaler's subsample and the bootstrap.")] = 0,
     query: Annotated[
         Path | None, typer.Option(help="File of states to ask about: obs_* columns or an observations array.")
     ] = None,
@@ -52,26 +57,34 @@ def evaluate(
     transitions = load(data, **reading)  # before torch is imported: what cannot be read is said at once
     queries = None if query is None else load_observations(query, transitions.obs_names)
 
-    from valueformer import kernels
-    from valueformer.estimator import ValueFormer
     from valueformer.evaluation import evaluate as run
     from valueformer.report import summary_rows, write_report
     from valueformer.results import to_json
 
-    model = ValueFormer(
-        kernel=kernel if temperature is None else kernels.by_name(kernel, temperature),
-        num_layers=_layers(layers),
-        step_size=_step_size(step_size),
+    asked = build(
+        model,
+        kernel,
+        temperature,
         gamma=gamma,
-        scaler=scaler,  # pyright: ignore[reportArgumentType]  # checked by fit
-        layout=layout,  # pyright: ignore[reportArgumentType]
-        algorithm=algorithm,  # pyright: ignore[reportArgumentType]
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
-        ridge=ridge,
         device=device,
         random_state=seed,
+        n_replicates=replicates or None,
+        mix=mix,
+        num_layers=None if layers is None else _layers(layers),
+        step_size=None if step_size is None else _step_size(step_size),
+        scaler=scaler,
+        initial_level=None if level is None else _level(level),
+        algorithm=algorithm,
+        ridge=ridge,
+        dtype=dtype,
+        layout=layout,
     )
-    result = with_progress("evaluating", lambda report: run(transitions, model, queries=queries, progress=report))
+    result = with_progress(
+        "evaluating",
+        lambda report: run(
+            transitions, asked, queries=queries, level=confidence, intervals=replicates > 0, progress=report
+        ),
+    )
     files: dict[str, str] = {}
     if out is not None:
         files = writing(f"--out {out}", "a folder that can be written to", lambda: result.save(out) | write_report(out))
@@ -81,12 +94,37 @@ def evaluate(
     else:
         rows = summary_rows(document) + [(f"file: {what}", path) for what, path in files.items()]
         if result.queries is not None:
-            shown = ", ".join(f"{v:.4g}" for v in result.queries[:5]) + (", .." if len(result.queries) > 5 else "")
-            rows.append((f"values at {len(result.queries)} queries", shown))
+            values, far = result.queries["value"], int(result.queries["far"].sum())
+            shown = ", ".join(f"{v:.4g}" for v in values[:5]) + (", .." if len(values) > 5 else "")
+            rows.append((f"values at {len(values)} queries", f"{shown} ({far} far from the data)"))
         print_table(document["source"], rows)
         Console().print(f"\n{document['verdict']}", highlight=False, markup=False)
     if result.status in ("diverged", "singular"):
         raise typer.Exit(1)
+
+
+def build(name: str, kernel: str | None, temperature: float | None, **parameters: Any) -> Any:
+    """Return the model that the options ask for: a frozen one, or one kernel; options left out (None) keep its own values."""
+    from valueformer import kernels
+    from valueformer.estimator import ValueFormer
+
+    given = {key: value for key, value in parameters.items() if value is not None}
+    if kernel is None and temperature is not None:
+        raise InputError("--temperature", "a --kernel, whose temperature it is", "none", "add --kernel rbf")
+    if kernel is not None:
+        if name != "default":
+            raise InputError("--kernel", "no --model beside it", f"--model {name}", "leave one of them out")
+        return ValueFormer(kernel=kernels.by_name(kernel, temperature) if temperature is not None else kernel, **given)
+    return ValueFormer.from_pretrained(name, **given)
+
+
+def _level(text: str) -> Any:
+    if text in ("context", "mean"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError("--level", "'context', 'mean' or a number", repr(text)) from None
 
 
 def _layers(text: str) -> Any:

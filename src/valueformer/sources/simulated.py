@@ -7,14 +7,14 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from rich.console import Console
 
 from valueformer.collection import Request, run
 from valueformer.errors import InputError
 
-__all__ = ["cache_folder", "parse", "resolve"]
+__all__ = ["cache_folder", "parse", "resolve", "text"]
 
 _WHOLE = {"episodes", "goals", "seed", "max_steps"}
 
@@ -34,6 +34,12 @@ def parse(scheme: str, text: str) -> Request:
             raise InputError(f"{scheme}:{text}", f"{key}= a whole number", repr(value))
         values[key] = int(value) if key in _WHOLE else value
     return Request(scheme=scheme, name=name, **values)  # pyright: ignore[reportArgumentType]  # checked there
+
+
+def text(request: Request) -> str:
+    """Return the text that :func:`parse` turns into this request."""
+    fields = {k: v for k, v in dataclasses.asdict(request).items() if k not in ("scheme", "name") and v is not None}
+    return f"{request.name}?{urlencode(fields)}"
 
 
 def cache_folder() -> Path:
