@@ -30,7 +30,7 @@ def save(path: Path, data: vf.Transitions, **changes: Any) -> Path:
 
 
 KEYS = {
-    "data", "estimand", "gamma", "num_layers", "kernel", "temperature", "step_size", "status", "message",
+    "data", "estimand", "gamma", "num_layers", "kernel", "heads", "trust", "status", "message",
     "context_td_error", "heldout", "initial_value", "seconds", "files",
 }  # fmt: skip
 
@@ -44,16 +44,20 @@ def test_evaluate_json_holds_the_documented_keys_and_nothing_else_is_printed(run
     assert set(result["data"]) == {"n_transitions", "n_episodes", "obs_dim", "terminated", "truncated"}
     assert set(result["heldout"]) == {"td_error", "td_ratio", "td_ratio_constant", "tdc", "explained_variance", "n_folds"}
     assert len(result["context_td_error"]) == result["num_layers"] == 40
-    assert set(result["initial_value"]) == {"mean", "per_episode"}
-    assert len(result["queries"]) == 2
-    assert result["queries"][0] == result["queries"][1]
+    initial = result["initial_value"]
+    assert set(initial) == {"mean", "lower", "upper", "level", "predicted_mean", "per_episode"}
+    assert initial["lower"] < initial["mean"] < initial["upper"]
+    assert set(result["trust"]) == {"level", "reason", "remedy"}
+    asked_about = result["queries"]
+    assert set(asked_about) == {"value", "std", "distance", "far", "out_of_range"}
+    assert asked_about["value"][0] == asked_about["value"][1]
     written = {"queries.parquet", "report.html", "report.png", "result.json", "values.parquet"}
     assert {p.name for p in (tmp_path / "out").iterdir()} == written
     assert set(result["files"].values()) == {str(p) for p in (tmp_path / "out").iterdir()}
     assert json.loads((tmp_path / "out" / "result.json").read_text())["files"] == result["files"]
     asked = pd.read_parquet(tmp_path / "out" / "queries.parquet")
-    assert list(asked) == ["obs_0", "obs_1", "obs_2", "value"]
-    np.testing.assert_allclose(asked["value"], result["queries"], rtol=1e-6)
+    assert list(asked) == ["obs_0", "obs_1", "obs_2", "value", "std", "distance", "far", "out_of_range"]
+    np.testing.assert_allclose(asked["value"], asked_about["value"], rtol=1e-6)
     columns = pd.read_parquet(tmp_path / "out" / "values.parquet")
     assert list(columns)[:6] == ["episode_id", "step", "value", "td_error", "advantage", "heldout_value"]
     assert len(columns) == 24
@@ -72,7 +76,7 @@ def test_layouts_agree_with_the_fast_path(run, log: Path, layout: str) -> None:
     arguments = ("evaluate", log, "--gamma", "0.9", "--json", "--kernel", "laplace", "--temperature", "1.5")
     fast, literal = (json.loads(run(*arguments, "--layout", name).out) for name in ("fast", layout))
     assert literal["layout"] == layout
-    assert literal["temperature"] == 1.5
+    assert "temperature=1.5" in literal["heads"][0]["kernel"]
     np.testing.assert_allclose(literal["context_td_error"], fast["context_td_error"], rtol=1e-3)
     assert literal["heldout"]["tdc"] == pytest.approx(fast["heldout"]["tdc"], rel=1e-3)
 
@@ -91,8 +95,8 @@ def test_divergence_is_exit_code_one(run, log: Path) -> None:
     assert outcome.code == 1
     result = json.loads(outcome.out)
     assert result["status"] == "diverged"
-    assert "Do not use" in result["verdict"]
-    assert None in result["context_td_error"] or result["context_td_error"][-1] > 1e6
+    assert "Do not rely" in result["verdict"]
+    assert result["trust"]["level"] == "doubt"
 
 
 def test_inspect_samples_version(run, log: Path) -> None:

@@ -13,6 +13,7 @@ from tests.conftest import FULL, walk
 from valueformer import kernels, solvers
 from valueformer.kernels import RBF, ExpDot, Kernel, Laplace, Linear, Matern, RationalQuadratic, ReLU, Softmax
 from valueformer.solvers import Context
+from valueformer.solvers import context as solver_context
 
 ALL_KERNELS: list[Kernel] = [
     RBF(1.0),
@@ -373,6 +374,6 @@ def test_states_and_rewards_that_overflow_the_dtype_are_refused(context: vf.Tran
 
 
 def test_context_that_cannot_fit_into_memory_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers.context.os, "sysconf", lambda name: 1000 if name == "SC_PAGE_SIZE" else 4)
+    monkeypatch.setattr(solver_context.os, "sysconf", lambda name: 1000 if name == "SC_PAGE_SIZE" else 4)
     with pytest.raises(vf.InputError, match=r"context: expected at most about 19 transitions"):
         vf.solve(RBF(1.0), walk(0), gamma=0.9, step_size=0.1, num_layers=1)

@@ -35,7 +35,7 @@ TEMPERATURES = tuple((0.05 * 2.0**k) ** 2 for k in range(9))
 _NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the evidence, relative to the kernel's part: profiled
 _ROWS = 800  # whole episodes up to about so many transitions: Cholesky factors cost n^3
 _REPLICATES = 500
-_REGRET, _RATIO = 0.05, 1.2  # theory 5: compatible below both
+_RATIO = 1.2  # theory 5
 
 Vector = NDArray[np.float64]
 
@@ -46,8 +46,10 @@ class Diagnosis:
 
     source: str
     gamma: float
+    family: str
+    """The kernels compared: the model's own family, RBF where it has several or none."""
     temperatures: tuple[float, ...]
-    """Of single RBF kernels, in squared units of ``typical_distance``."""
+    """Of single kernels of that family, in squared units of ``typical_distance``."""
     typical_distance: float
     """Median distance between states, in the log's units."""
     typical_step: float
@@ -57,7 +59,7 @@ class Diagnosis:
     model_evidence: float
     """The same for the frozen model's mixed kernel."""
     evidence_regret: Mapping[str, float | None]
-    """Best temperature's evidence less the model's, per transition: value, lower, upper, level. Negative: the model is better."""
+    """Best temperature's evidence less the model's, per transition: value, lower, upper, level. Below 0 the model is better."""
     left_out: Vector
     """``(9,)`` TD error on episodes left out, over the best constant's."""
     model_left_out: float | None
@@ -66,7 +68,11 @@ class Diagnosis:
     heads: list[dict[str, Any]]
     """The frozen heads: as in ``solution_.stats['heads']``."""
     compatible: bool | None
-    """Regret below .05 nats and ratio below 1.2 (theory 5); None where nothing could be left out."""
+    """The ratio's upper end is below 1.2: no single temperature would do much better. None where nothing could be left out.
+
+    Theory 5 also asks for a regret below .05 nats. Evidence judges the exact posterior, layers stop early: on the bundled logs it
+    prefers wide kernels whose 40 layers have larger errors on episodes left out, so it is reported and not ruled on.
+    """
     far: float | None
     """Share of states that are far from all other episodes: about 1 % if all episodes look alike."""
     trust: Mapping[str, str]
@@ -83,7 +89,7 @@ class Diagnosis:
 
 
 def diagnose(data: Transitions, model: ValueFormer | None = None, *, level: float = 0.95, progress: Any = None) -> Diagnosis:
-    """Compare a model with nine single RBF temperatures on a log, by evidence and on episodes left out.
+    """Compare a model with nine temperatures of its kernel on a log, by evidence and on episodes left out.
 
     Both are compared with the best temperature, chosen with hindsight; intervals resample whole episodes. ``model`` None:
     the frozen one in the package. ``progress(done, total)`` is called now and then. Raises InputError for bad parameters.
@@ -97,17 +103,19 @@ def diagnose(data: Transitions, model: ValueFormer | None = None, *, level: floa
     scaler = fit_scaler("isotropic", context.observations, model.random_state)
     moved = np.linalg.norm(scaler.transform(context.next_observations) - scaler.transform(context.observations), axis=1)
     span = float(scaler.factor.max())
-    by_evidence, by_error = _evidence_part(fitted, scaler, level), _left_out_part(fitted, scaler, level)
-    regret, ratio = by_evidence["evidence_regret"]["value"], by_error["left_out_ratio"]["value"]
+    family = _family([head.kernel for head in fitted.heads_])
+    by_evidence, by_error = _evidence_part(fitted, family, scaler, level), _left_out_part(fitted, family, scaler, level)
+    ratio = by_error["left_out_ratio"]["upper"]
     return Diagnosis(
         source=data.source,
         gamma=model.gamma,
+        family=type(family[0]).__name__,
         temperatures=TEMPERATURES,
         typical_distance=1.0 / span if span > 0 else 0.0,
         typical_step=float(np.median(moved)),
         **by_evidence,
         **by_error,
-        compatible=None if regret is None or ratio is None else bool(regret < _REGRET and ratio < _RATIO),
+        compatible=None if ratio is None else bool(ratio < _RATIO),
         heads=fitted.solution_.stats["heads"],
         far=float(result.table["far_from_others"].mean()) if result.heldout.n_folds else None,
         trust=result.trust,
@@ -116,7 +124,21 @@ def diagnose(data: Transitions, model: ValueFormer | None = None, *, level: floa
     )
 
 
-def _left_out_part(model: ValueFormer, scaler: Scaler, level: float) -> dict[str, Any]:
+def _family(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the first kernel at all temperatures if all are of its kind and differ by temperature alone, else RBF kernels."""
+    first = kernels[0]
+    if first.stationary and hasattr(first, "temperature"):
+        unit = {str(_at(kernel, 1.0)) for kernel in kernels if hasattr(kernel, "temperature")}
+        if unit == {str(_at(first, 1.0))} and all(hasattr(kernel, "temperature") for kernel in kernels):
+            return [_at(first, t) for t in TEMPERATURES]
+    return [RBF(t) for t in TEMPERATURES]
+
+
+def _at(kernel: Any, temperature: float) -> Kernel:
+    return dataclasses.replace(kernel, temperature=temperature)
+
+
+def _left_out_part(model: ValueFormer, family: Sequence[Kernel], scaler: Scaler, level: float) -> dict[str, Any]:
     """Return TD errors on episodes left out: of each temperature with the model's level, step and guard, and of the model."""
     context, unit = model.context_, model.reward_unit_
     if context.n_episodes < 2:
@@ -127,7 +149,7 @@ def _left_out_part(model: ValueFormer, scaler: Scaler, level: float) -> dict[str
     single = dataclasses.replace(
         model.problem_, views={"isotropic": scaled(context, scaler, True, np.dtype(model.dtype))}, step_size="fast"
     )
-    td = _errors(single, [Head(RBF(t)) for t in TEMPERATURES], weights, fold)
+    td = _errors(single, [Head(kernel) for kernel in family], weights, fold)
     own = _errors(model.problem_, model.heads_, weights, fold) @ model.mixing_weights_
     share = context.sample_weight if context.sample_weight is not None else np.ones(len(fold))
     squares = np.column_stack([np.square(td), np.square(own)]) * share[:, None] * unit**2  # (n, 9 + constant + model)
@@ -157,7 +179,7 @@ def _errors(problem: Problem, heads: Sequence[Head], weights: Vector, fold: NDAr
     return problem.run(heads, columns, values=True).left_out(fold)[0]
 
 
-def _evidence_part(model: ValueFormer, scaler: Scaler, level: float) -> dict[str, Any]:
+def _evidence_part(model: ValueFormer, family: Sequence[Kernel], scaler: Scaler, level: float) -> dict[str, Any]:
     """Return the log evidence of each temperature and of the model's mixed kernel, per transition."""
     context = model.context_
     ends = np.cumsum(np.bincount(context.episode_index))
@@ -168,7 +190,7 @@ def _evidence_part(model: ValueFormer, scaler: Scaler, level: float) -> dict[str
     rows = rows[np.argsort(context.episode_index[rows], kind="stable")]
     part = context[rows]
     rewards = part.rewards - (1.0 - part.discount(model.gamma_)) * model.level_ / model.reward_unit_
-    grid = [evidence([(1.0, RBF(t), scaler)], part, rewards, model.gamma_) for t in TEMPERATURES]
+    grid = [evidence([(1.0, kernel, scaler)], part, rewards, model.gamma_) for kernel in family]
     own = [(w, h.kernel, model.scalers_[h.scaler]) for w, h in zip(model.mixing_weights_, model.heads_, strict=False) if w > 0]
     mixed = evidence(own, part, rewards, model.gamma_) if own else np.full(len(part), -np.inf)
     gains = np.stack([*grid, mixed])  # (10, n)

@@ -8,29 +8,22 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
-import torch
-from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_is_fitted
-from torch import Tensor
 from typing_extensions import Self
 
-from valueformer import fields, kernels
-from valueformer.construction import construct_streams
+from valueformer import kernels
 from valueformer.errors import InputError
-from valueformer.features import Scaler, ScalerKind, fit_scaler
-from valueformer.fitting import Columns, Pass, Problem, scaled, scaled_states
-from valueformer.gated import GatedTransformer
+from valueformer.features import ScalerKind
 from valueformer.heads import Head, Mix, with_scaler
+from valueformer.incontext import InContextModel
 from valueformer.kernels import Kernel
 from valueformer.metrics import held_out_metrics
-from valueformer.mixing import fold_of_rows, gate
+from valueformer.mixing import fold_of_rows
 from valueformer.parameters import LARGEST_REWARD, check_parameters
 from valueformer.prompt import Layout
-from valueformer.results import Status
-from valueformer.solvers import TOLERANCE, Path, Solution, StepSize, distinct_states, evaluate_kernel_sum
-from valueformer.storage import PersistentModel, bundled, bundled_heads
-from valueformer.streams import StreamPrompt
+from valueformer.solvers import StepSize, distinct_states
+from valueformer.storage import bundled, bundled_heads
 from valueformer.support import QueryCheck, Support, excess, value_range
 from valueformer.transitions import Transitions
 
@@ -43,7 +36,7 @@ class DivergenceWarning(UserWarning):
     """The iteration did not settle; values are those of its best layer."""
 
 
-class ValueFormer(PersistentModel):
+class ValueFormer(InContextModel):
     """Evaluate the policy behind a log, in context: V(s) = E[sum_t gamma^t r_t | s_0 = s, behaviour policy].
 
     ``fit`` reads transitions as context and changes no weights; ``predict`` asks about states. With layout "fast" the numbers
@@ -52,8 +45,8 @@ class ValueFormer(PersistentModel):
     Parameters
     ----------
     kernel : str, Kernel or sequence of Head
-        "default" or "fast", the frozen models in the package: several heads and a constant, mixed in context; or one kernel of
-        scaled states, by itself or by name (:func:`valueformer.kernels.by_name`); or heads of your own.
+        "default" or "fast", the frozen models in the package: several heads and a constant, mixed in context; or one
+        kernel of scaled states, by itself or by name (:func:`valueformer.kernels.by_name`); or heads of your own.
     num_layers : int or "auto"
         Depth L, one TD step per layer; "auto" runs until converged.
     algorithm : "td" or "lstd"
@@ -66,9 +59,9 @@ class ValueFormer(PersistentModel):
     ridge : float >= 0
         Leak of the residual stream, in units of the kernel.
     initial_level : "context", "mean" or float
-        V before the first layer. "context": the constant of least mean squared TD error (theory 7.1). "mean": the constant whose
-        TD errors average to zero, TD's own fixed point for a constant: nearer to recorded returns where few steps end an episode
-        and gamma is near 1, at a larger TD error. Or a number.
+        V before the first layer. "context": the constant of least mean squared TD error (theory 7.1). "mean": the constant
+        whose TD errors average to zero, TD's own fixed point for a constant: nearer to recorded returns where few steps end
+        an episode and gamma is near 1, at a larger TD error. Or a number.
     scaler : "isotropic", "standardize", "none" or None
         Fitted on the context's states alone (:func:`valueformer.features.fit_scaler`). None: each head's own, isotropic for
         a single kernel; a name puts all heads on that scaler.
@@ -104,6 +97,7 @@ class ValueFormer(PersistentModel):
 
     # Declared, because constructors only store: scikit-learn's clone compares what it stored.
     kernel: Kernel | str | Sequence[Head]
+    algorithm: Literal["td", "lstd"]
     num_layers: int | Literal["auto"]
     step_size: StepSize
     scaler: ScalerKind | None
@@ -155,10 +149,12 @@ class ValueFormer(PersistentModel):
         check_parameters(self)
         if not isinstance(data, Transitions):
             raise InputError("data", "vf.Transitions", type(data).__name__, "load it first: vf.load(data)")
+        self.asked_ = self.get_params(deep=False)
         self.heads_ = self._heads()
         self.n_features_in_ = data.obs_dim
         self.gamma_, self.ridge_, self.layout_ = float(self.gamma), float(self.ridge), self.layout
-        self.scalers_ = {kind: self._fit_scaler(kind, data) for kind in dict.fromkeys(h.scaler for h in self.heads_)}
+        kinds: list[ScalerKind] = list(dict.fromkeys(head.scaler for head in self.heads_))
+        self.scalers_ = {kind: self._fit_scaler(kind, data) for kind in kinds}
         # A power of two: dividing by it is exact, so values scale exactly with rewards, and squares cannot overflow.
         largest = float(np.abs(data.rewards).max())
         if largest > LARGEST_REWARD:
@@ -185,51 +181,7 @@ class ValueFormer(PersistentModel):
         if isinstance(self.kernel, str) and self.kernel in bundled():
             return with_scaler(bundled_heads(self.kernel), self.scaler)
         kernel = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
-        return (Head(kernel, self.scaler or "isotropic"),)
-
-    def _fit_scaler(self, kind: ScalerKind, data: Transitions) -> Scaler:
-        scaler = fit_scaler(kind, data.observations, self.random_state)
-        if kind == "none" and self._stationary(kind):  # the kernel cannot tell, and float32 keeps its digits
-            return Scaler(data.observations.astype(np.float64).mean(axis=0), scaler.factor)
-        return scaler
-
-    def _stationary(self, kind: ScalerKind) -> bool:
-        return all(head.kernel.stationary for head in self.heads_ if head.scaler == kind)
-
-    def _prepare(self) -> None:
-        """Scale the context for each head; a fitted model that is read from files starts here too."""
-        dtype = np.dtype(self.dtype)
-        views = {kind: scaled(self.context_, s, self._stationary(kind), dtype) for kind, s in self.scalers_.items()}
-        self.problem_ = Problem(
-            data=self.context_,
-            views=views,
-            rewards=self.context_.rewards,
-            gamma=self.gamma_,
-            algorithm=self.algorithm,
-            step_size=self.step_size,
-            num_layers=self.num_layers,
-            ridge=self.ridge_,
-            dtype=getattr(torch, self.dtype),
-            device=self._device,
-        )
-        self.replicates_: tuple[Tensor, NDArray[np.float64]] | None = None
-        self.support_: Support | None = None
-
-    def _columns(self) -> Columns:
-        """Return the context as a whole, then without each fold."""
-        weights = np.ones((1, len(self.context_)))
-        if self.fold_ is not None:
-            weights = np.concatenate([weights, self.fold_ != np.arange(int(self.fold_.max()) + 1)[:, None]])
-        return self._weighted(weights)
-
-    def _weighted(self, weights: NDArray[np.float64]) -> Columns:
-        """Return copies of the context under weights ``(b, n)`` on top of its own."""
-        if self.context_.sample_weight is not None:
-            weights = weights * self.context_.sample_weight
-        level = self.initial_level
-        if not isinstance(level, str):
-            level = float(level) / self.reward_unit_
-        return Columns.of(weights, self.context_.rewards, self.context_.discount(self.gamma_), level)
+        return (Head(cast(Kernel, kernel), self.scaler or "isotropic"),)
 
     def _solve(self) -> None:
         n, mixes = len(self.context_), len(self.heads_) > 1
@@ -246,105 +198,6 @@ class ValueFormer(PersistentModel):
             self.solution_ = dataclasses.replace(self.solution_, td_error=errors * self.reward_unit_**2)
         self.td_error_ = self.solution_.td_error.numpy()
 
-    def _gate(self, weight: NDArray[np.float64] | None) -> NDArray[np.float64]:
-        """Return mixing weights, from TD errors on episodes left out where there are any."""
-        if self.left_out_ is None:
-            none = torch.zeros(1, len(self.heads_) + 1)
-            return gate(none, None, "equal" if self.mix == "context" else self.mix).numpy()
-        return gate(torch.tensor(self.left_out_[0]), None if weight is None else torch.tensor(weight), "context").numpy()
-
-    def _solution(self, done: Pass) -> Solution:
-        """Return the mixture's result, in units of the rewards."""
-        path, weights, power = done.path, self.mixing_weights_, self.reward_unit_**2
-        single = [path.solution(h) for h in range(len(self.heads_))]
-        initial, errors = done.mixed(weights)
-        if not len(errors):  # every layer overflowed
-            errors = np.zeros(0)
-        used = [s for s, w in zip(single, weights, strict=False) if w > 0] or single
-        last = float(errors[-1]) if len(errors) else initial
-        status: Status = "converged" if last <= TOLERANCE**2 * done.reward_square else "max_layers"
-        message = ""
-        worst = next((s for kind in ("diverged", "singular") for s in used if s.status == kind), None)
-        if worst is not None:
-            status, message = worst.status, worst.message
-        elif len(single) == 1:
-            status, message = single[0].status, single[0].message
-        elif status != "converged":
-            share = np.sqrt(last / initial) if initial > 0 else 0.0
-            message = f"rms TD error after {path.layers} layers is {share:.2g} of its start"
-        stats = {
-            "level": self.level_,
-            "layers": path.layers,
-            "rewinds": int(path.rewinds[:, 0].sum()),
-            "improved": any(s.stats["improved"] for s in used),
-            "initial_td_error": initial * power,
-            "step_sizes": [s.stats["step_sizes"] for s in single],
-            "heads": self._head_stats(path),
-        }
-        dual_coef = path.dual_coef[:, 0]  # (h, n)
-        return Solution(dual_coef[:0, 0], dual_coef, torch.tensor(errors * power), status, message, stats)
-
-    def _head_stats(self, path: Path) -> list[dict[str, Any]]:
-        table = []
-        for h, head in enumerate(self.heads_):
-            steps = path.steps[:, h, 0]
-            row = {
-                "scaler": head.scaler,
-                "kernel": str(head.kernel),
-                "weight": float(self.mixing_weights_[h]),
-                "step_size": float(steps[steps > 0][-1]) if bool((steps > 0).any()) else None,
-                "rewinds": int(path.rewinds[h, 0]),
-            }
-            table.append(row)
-        table.append({"scaler": None, "kernel": "constant", "weight": float(self.mixing_weights_[-1])})
-        if self.left_out_ is not None:
-            share = self.context_.sample_weight
-            errors = np.average(np.square(self.left_out_[0]), axis=0, weights=share) * self.reward_unit_**2
-            table = [row | {"left_out_td_error": float(e)} for row, e in zip(table, errors, strict=True)]
-        return table
-
-    def _literal(self, steps: Float[Tensor, "l h b"] | None) -> None:
-        """Build the transformer of what was fitted: parameters may have been set to something else since."""
-        self.transformer_: GatedTransformer | None = None
-        if steps is not None:
-            steps = steps[(steps > 0).flatten(1).any(1)]  # layers that every stream took back leave no trace
-        if self.layout_ == "fast" or steps is None or not len(steps):
-            return
-        self._steps = steps.numpy()
-        kinds = list(self.problem_.views)
-        transformer = construct_streams(
-            [head.kernel for head in self.heads_],
-            views=[kinds.index(head.scaler) for head in self.heads_],
-            layout=self.layout_,
-            gamma=self.gamma_,
-            step_sizes=steps,
-            ridge=self.ridge_,
-            obs_dim=self.n_features_in_,
-            dtype=getattr(torch, self.dtype_),
-        )
-        self.transformer_ = GatedTransformer(transformer, self.mix).to(self._device)
-
-    @property
-    def steps_(self) -> NDArray[np.float64]:
-        """``(layers, heads, columns)`` step sizes of the literal transformer."""
-        return self._steps
-
-    def _prompt(self, points: NDArray[Any]) -> StreamPrompt:
-        """Return the tokens of the context, its folds, and states asked about."""
-        kinds = list(self.problem_.views)
-        columns = self._columns()
-        w = 1.0 - self.context_.discount(self.gamma_)
-        return StreamPrompt.from_transitions(
-            list(self.problem_.views.values()),
-            [kinds.index(head.scaler) for head in self.heads_],
-            columns.weights,
-            self.context_.rewards - w * columns.levels[:, None],
-            [self._scale(kind, points) for kind in kinds],
-            layout=cast(Layout, self.layout_),
-            fold=self.fold_,
-            device=self._device,
-        )
-
     # -- predict ------------------------------------------------------------------------------------------------------------
 
     def predict(self, observations: ArrayLike | Transitions, *, return_std: bool = False) -> Any:
@@ -359,92 +212,13 @@ class ValueFormer(PersistentModel):
             return values
         return values, self._narrow(self.replicate_values(observations).std(axis=0, ddof=1))
 
-    def _narrow(self, values: NDArray[np.float64]) -> NDArray[Any]:
-        dtype = np.dtype(self.dtype_)
-        with np.errstate(over="ignore"):
-            values = values.astype(dtype)
-        if not np.isfinite(values).all():
-            largest = np.finfo(dtype).max
-            raise InputError("values", f"numbers below {largest:.2g}", "an overflow", "use dtype='float64' or rescale rewards")
-        return values
-
-    def _predict(self, observations: ArrayLike | Transitions) -> NDArray[np.float64]:
-        """Return values in float64, so that differences of large ones keep their digits."""
-        points = self._points(observations)
-        if self.transformer_ is None:
-            coefficients = self.solution_.dual_coef * torch.tensor(self.mixing_weights_[:-1, None]).to(self.solution_.dual_coef)
-            values = self._kernel_sum(points, coefficients[:, None])[0]
-        else:
-            size = max(512, _LITERAL_TOKENS - 2 * len(self.context_))
-            parts = [
-                self.transformer_(self._prompt(points[start : start + size])).query_values.double().cpu().numpy()
-                for start in range(0, len(points), size)
-            ]
-            values = np.concatenate(parts) if parts else np.zeros(0)
-        return self.level_ + values * self.reward_unit_
-
-    def _points(self, observations: ArrayLike | Transitions) -> NDArray[Any]:
-        check_is_fitted(self)
-        if isinstance(observations, Transitions):
-            observations = observations.observations
-        points = fields.finite("observations", fields.matrix("observations", observations))
-        if points.shape[1] != self.n_features_in_:
-            raise InputError(
-                "observations",
-                f"{self.n_features_in_} features, as in the context",
-                str(points.shape[1]),
-                "same columns",
-            )
-        return points
-
-    def _kernel_sum(self, points: NDArray[Any], coefficients: Float[Tensor, "h b n"]) -> NDArray[np.float64]:
-        """Return the sum over heads of their kernel sums at points: ``(b, m)``."""
-        total = np.zeros((coefficients.shape[1], len(points)))
-        for kind, view in self.problem_.views.items():
-            used = [h for h, head in enumerate(self.heads_) if head.scaler == kind and bool(coefficients[h].any())]
-            if used:
-                states = self._scale(kind, points)  # (m, d)
-                centres = torch.tensor(view.observations).to(coefficients)  # (n, d)
-                own = [self.heads_[h].kernel for h in used]
-                parts = evaluate_kernel_sum(own, torch.tensor(states).to(coefficients), centres, coefficients[used])
-                total += parts.double().sum(0).cpu().numpy()
-        return total
-
-    def replicate_values(self, observations: ArrayLike | Transitions) -> NDArray[np.float64]:
-        """Return V(s) under each bootstrap replicate of the context's episodes, ``(replicates, m)``, in units of the rewards.
-
-        A replicate weights each episode by how often it was drawn, takes its own level, steps and mixing weights, and is
-        one more column of the same matrix products. Replicates are computed at the first call.
-        """
-        points = self._points(observations)
-        if self.replicates_ is None:
-            self.replicates_ = self._resample()
-        coefficients, levels = self.replicates_
-        return (self._kernel_sum(points, coefficients) + levels[:, None]) * self.reward_unit_
-
-    def draws(self) -> NDArray[np.int64]:
-        """Return how often each replicate drew each episode, ``(replicates, episodes)``; raises InputError with fewer than two."""
-        weight = np.bincount(self.context_.episode_index, weights=self.context_.sample_weight)
-        counted = weight > 0  # an episode without weight says nothing
-        if counted.sum() < 2:
-            raise InputError("context", "at least two episodes, to draw from", "one", "a spread needs more than one")
-        share = counted / counted.sum()
-        return np.random.default_rng(self.random_state).multinomial(int(counted.sum()), share, size=self.n_replicates)
-
-    def _resample(self) -> tuple[Float[Tensor, "h b n"], NDArray[np.float64]]:
-        """Return the coefficients, times mixing weights, and the levels ``(b,)`` of all replicates."""
-        draws = self.draws()
-        columns = self._weighted(draws[:, self.context_.episode_index].astype(np.float64))
-        done = self.problem_.run(self.heads_, columns)
-        gates = np.array([self._gate(column) for column in columns.weights])  # (b, h + 1)
-        coefficients = done.path.dual_coef * torch.tensor(gates[:, :-1].T[..., None]).to(done.path.dual_coef)
-        return coefficients, columns.levels
-
     def check(self, observations: ArrayLike | Transitions) -> QueryCheck:
         """Return what to know about each answer: is the state far from the data, is V beyond what rewards could add up to?"""
         points = self._points(observations)
         if self.support_ is None:
-            views = {kind: view.observations.astype(np.float64) for kind, view in self.problem_.views.items()}
+            views: dict[ScalerKind, NDArray[np.float64]] = {}
+            for kind, view in self.problem_.views.items():
+                views[kind] = view.observations.astype(np.float64)
             groups = fold_of_rows(self.context_.episode_index) if self.context_.n_episodes == 1 else self.context_.episode_index
             self.support_ = Support.of(views, groups, self.random_state)
         distance = self.support_.distance({kind: self._scale(kind, points).astype(np.float64) for kind in self.problem_.views})
@@ -471,24 +245,6 @@ class ValueFormer(PersistentModel):
         return 0.0 if metrics.tdc is None else 1.0 - metrics.tdc
 
     # -- details ------------------------------------------------------------------------------------------------------------
-
-    def _scale(self, kind: ScalerKind, observations: NDArray[Any]) -> NDArray[Any]:
-        return scaled_states(observations, self.scalers_[kind], self._stationary(kind), np.dtype(self.dtype_))
-
-    @property
-    def dtype_(self) -> str:
-        """The dtype of what was fitted."""
-        return str(next(iter(self.problem_.views.values())).observations.dtype)
-
-    @property
-    def _device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            return torch.empty(0, device=self.device).device
-        except (RuntimeError, AssertionError, TypeError) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise InputError("device", "'auto' or a torch device of this machine", repr(self.device), reason) from None
 
     def _check_parameters(self) -> None:
         check_parameters(self)

@@ -1,9 +1,9 @@
 """The gate: how much each head counts on this context, read off episodes that the head has not seen.
 
 With E the TD errors ``(n, h)`` of all heads on the episodes left out of their context, the mixture ``sum_h w_h V_h``,
-``sum_h w_h = 1``, has TD errors ``E w``, since a TD error is affine in V. The gate lowers ``|E w|^2`` over the simplex (stacking,
-Breiman 1996) by mirror descent from equal weights, stopped early: ``w <- softmax(log w - eta G w)``, ``G = E^T E``
-in units of the best head. Each step is a softmax attention of the heads on one another's errors.
+``sum_h w_h = 1``, has TD errors ``E w``, since a TD error is affine in V. The gate lowers ``|E w|^2`` over the simplex
+(stacking, Breiman 1996) by mirror descent from equal weights, stopped early: ``w <- softmax(log w - eta G w)``,
+``G = E^T E`` in units of the best head. Each step is a softmax attention of the heads on one another's errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ def gate(td: Float[Tensor, "n h"], weight: Float[Tensor, " n"] | None, mix: Mix)
     if mix != "context":
         chosen = torch.arange(heads, device=td.device) < (heads - 1 if mix == "equal" else 1)
         return chosen.double() / chosen.sum()
-    share = torch.full_like(td[:, 0], 1.0 / len(td), dtype=torch.float64) if weight is None else weight.double() / weight.double().sum()
+    share = (
+        torch.full_like(td[:, 0], 1.0 / len(td), dtype=torch.float64)
+        if weight is None
+        else weight.double() / weight.double().sum()
+    )
     scaled = td.double() / td.detach().abs().max().double().clamp_min(1e-300)  # squares of tiny errors must not vanish
     gram = scaled.mT @ (share[:, None] * scaled)  # (h, h)
     errors = gram.diagonal()

@@ -1,4 +1,4 @@
-"""Reward processes whose value is known exactly: finite chains by a linear solve, linear-quadratic systems by a Lyapunov equation.
+"""Reward processes of known value: finite chains by a linear solve, linear-quadratic systems by a Lyapunov equation.
 
 They are what estimates and intervals are tested against, and what pretraining can draw tasks from.
 """
@@ -6,7 +6,7 @@ They are what estimates and intervals are tested against, and what pretraining c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from valueformer.transitions import Transitions
 
 __all__ = ["FiniteMRP", "LinearQuadratic", "RewardProcess", "boyan_chain", "loop", "sample"]
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 
 
 class RewardProcess(Protocol):
@@ -47,9 +47,10 @@ class RewardProcess(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FiniteMRP:
-    """A finite chain: ``V = (I - gamma P_continue)^{-1} r``; a row of ``transition`` that sums to less than 1 terminates.
+    """A finite chain, ``V = (I - gamma P)^{-1} r``; a row of the transition matrix that sums to less than 1 terminates.
 
-    ``transition``: ``(s, s)``; ``rewards``: ``(s,)``, earned on leaving a state; ``features``: ``(s, d)``; ``initial``: ``(s,)``.
+    ``transition``: ``(s, s)``; ``rewards``: ``(s,)``, earned on leaving a state; ``features``: ``(s, d)``;
+    ``initial``: ``(s,)``.
     """
 
     transition: Array
@@ -173,7 +174,7 @@ def sample(process: RewardProcess, episodes: int, length: int, seed: int = 0) ->
     generator = np.random.default_rng(seed)
     states = process.start(episodes, generator)
     running = np.ones(episodes, bool)
-    rows: dict[str, list[Array]] = {name: [] for name in ("s", "r", "next", "end", "id", "t")}
+    rows: dict[str, list[Any]] = {name: [] for name in ("s", "r", "next", "end", "id", "t")}
     for t in range(length):
         successors, rewards, ended = process.step(states, generator)
         for name, array in (
@@ -185,7 +186,7 @@ def sample(process: RewardProcess, episodes: int, length: int, seed: int = 0) ->
         states = successors
         if not running.any():
             break
-    column = {name: np.concatenate(parts) for name, parts in rows.items()}
+    column: dict[str, NDArray[Any]] = {name: np.concatenate(parts) for name, parts in rows.items()}
     order = np.lexsort((column["t"], column["id"]))
     column = {name: array[order] for name, array in column.items()}
     last = np.append(column["id"][1:] != column["id"][:-1], True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, get_args
 
@@ -35,7 +36,7 @@ def check_parameters(model: Any) -> None:
     if model.dtype not in ("float32", "float64"):
         raise InputError("dtype", "'float32' or 'float64'", repr(model.dtype))
     level = model.initial_level
-    number = isinstance(level, numbers.Real) and not isinstance(level, bool) and np.isfinite(level)
+    number = isinstance(level, numbers.Real) and not isinstance(level, bool) and math.isfinite(level)
     if not number and level not in ("context", "mean"):
         raise InputError("initial_level", "'context', 'mean' or a finite number", repr(level))
     check_ridge(model.ridge)
@@ -44,7 +45,7 @@ def check_parameters(model: Any) -> None:
     layers = MAX_LAYERS if model.num_layers == "auto" else model.num_layers
     check_steps(1.0 if isinstance(model.step_size, str) else model.step_size, layers)
     n = model.n_replicates
-    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or not 2 <= n <= 100_000:
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 2 <= n <= 100_000:
         raise InputError("n_replicates", "a whole number from 2 to 100000", repr(n))
     if isinstance(model.random_state, bool) or not isinstance(model.random_state, numbers.Integral) or model.random_state < 0:
         raise InputError("random_state", "a whole number >= 0", repr(model.random_state))

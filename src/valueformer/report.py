@@ -202,7 +202,9 @@ def summary_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 def _interval(initial: dict[str, Any]) -> str:
     if initial["lower"] is None:
         return number(initial["mean"])
-    return f"{number(initial['mean'])}, {initial['level']:.0%} interval {number(initial['lower'])} to {number(initial['upper'])}"
+    return (
+        f"{number(initial['mean'])}, {initial['level']:.0%} interval {number(initial['lower'])} to {number(initial['upper'])}"
+    )
 
 
 def _head(row: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ class Evaluation:
     rewinds: int = 0
     """Steps that the guard took back."""
     level: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """mean_value, mean_return and return_spread over the rows whose return is at least 95 % recorded, held out where possible."""
+    """mean_value, mean_return and return_spread over rows whose return is at least 95 % recorded, held out if possible."""
     queries: Mapping[str, NDArray[Any]] | None = None
     """At the states asked about, ``(m,)`` each: value, std, distance, far, out_of_range."""
     query_states: NDArray[Any] | None = None

@@ -45,6 +45,8 @@ class PersistentModel(BaseEstimator, ABC):
     """The part of an estimator that knows files: frozen parameters, and a fitted context."""
 
     kernel: Kernel | str | Sequence[Head]
+    asked_: dict[str, Any]
+    """The parameters at fit; they may have been set to something else since."""
     heads_: tuple[Head, ...]
     mixing_weights_: NDArray[np.float64]
     context_: Transitions
@@ -66,7 +68,7 @@ class PersistentModel(BaseEstimator, ABC):
 
         gamma, device and random_state are the user's question and machine, not part of the model.
         """
-        parameters, tensors = self._encode()
+        parameters, tensors = self._encode(self.get_params(deep=False))
         frozen = {name: value for name, value in parameters.items() if name not in _NOT_FROZEN}
         _write(Path(folder), {"parameters": frozen}, "model.safetensors", tensors)
 
@@ -86,10 +88,10 @@ class PersistentModel(BaseEstimator, ABC):
     def save(self, folder: str | Path) -> None:
         """Write the fitted model: config.json and context.safetensors. Read it with ``vf.load_model``."""
         check_is_fitted(self)
-        parameters, tensors = self._encode()
+        parameters, tensors = self._encode(dict(self.asked_))
         solution = self.solution_
         arrays = {name: getattr(self.context_, name) for name in _CONTEXT} | {"episode_ids": self.context_.episode_index}
-        tensors |= {f"context.{name}": np.ascontiguousarray(a) for name, a in arrays.items() if a is not None}
+        tensors |= {f"context.{name}": a for name, a in arrays.items() if a is not None}
         tensors |= {
             "dual_coef": solution.dual_coef.cpu().numpy(),
             "td_error": solution.td_error.cpu().numpy(),
@@ -127,7 +129,7 @@ class PersistentModel(BaseEstimator, ABC):
             model.gamma_, model.ridge_, model.layout_ = float(fitted["gamma"]), float(fitted["ridge"]), fitted["layout"]
             model.context_ = Transitions(**arrays, source=str(folder), format="fitted")
             model.n_features_in_ = model.context_.obs_dim
-            kinds = dict.fromkeys(head.scaler for head in model.heads_)
+            kinds: list[ScalerKind] = list(dict.fromkeys(head.scaler for head in model.heads_))
             model.scalers_ = {k: Scaler(tensors[f"scaler.{k}.centre"], tensors[f"scaler.{k}.factor"]) for k in kinds}
             model.level_, model.reward_unit_ = float(fitted["level"]), float(fitted["reward_unit"])
             model.mixing_weights_ = tensors["mixing_weights"]
@@ -136,13 +138,14 @@ class PersistentModel(BaseEstimator, ABC):
             dual_coef, errors = torch.tensor(tensors["dual_coef"], device=model._device), torch.tensor(tensors["td_error"])
             if dual_coef.shape != (len(model.heads_), len(model.context_)) or len(model.mixing_weights_) != len(dual_coef) + 1:
                 raise TypeError("coefficients of another shape")
-            if fitted["status"] not in get_args(Status):
-                raise TypeError("status")
+            if fitted["status"] not in get_args(Status) or not {"layers", "heads", "improved"} <= set(fitted["stats"]):
+                raise TypeError("status or statistics")
             model.solution_ = Solution(
                 dual_coef[:0, 0], dual_coef, errors, fitted["status"], fitted["message"], fitted["stats"]
             )
             model.td_error_ = tensors["td_error"]
             model._check_parameters()
+            model.asked_ = model.get_params(deep=False)
             model._prepare()
             model._literal(torch.tensor(tensors["steps"]) if "steps" in tensors else None)
             model.predict(model.context_.observations[:1])
@@ -174,12 +177,12 @@ class PersistentModel(BaseEstimator, ABC):
     def steps_(self) -> NDArray[np.float64]:
         """``(layers, heads, columns)`` step sizes of the literal transformer."""
 
-    def _encode(self) -> tuple[dict[str, Any], Tensors]:
-        parameters, tensors = self.get_params(deep=False), {}
-        if isinstance(self.kernel, Kernel):
-            parameters["kernel"] = _kernel_config(self.kernel)
-        elif not isinstance(self.kernel, str):
-            parameters["kernel"] = [_head_config(head) for head in self.kernel]
+    def _encode(self, parameters: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
+        kernel, tensors = parameters["kernel"], {}
+        if isinstance(kernel, Kernel):
+            parameters["kernel"] = _kernel_config(kernel)
+        elif not isinstance(kernel, str):
+            parameters["kernel"] = [_head_config(head) for head in kernel]
             temperatures = [head["kernel"].pop("temperature", math.nan) for head in parameters["kernel"]]
             tensors["temperatures"] = np.array(temperatures)  # the weights of the model; NaN: inside a composite kernel
         if not isinstance(parameters["step_size"], (str, int, float)):
@@ -200,7 +203,9 @@ class PersistentModel(BaseEstimator, ABC):
             if parameters.get("step_size") == "tensor":
                 parameters["step_size"] = tensors["step_sizes"].tolist()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(str(folder), "a model written by ValueFormer", f"a damaged one ({error})", "save it again") from None
+            raise InputError(
+                str(folder), "a model written by ValueFormer", f"a damaged one ({error})", "save it again"
+            ) from None
         return parameters
 
 
@@ -232,6 +237,7 @@ def _kernel_config(kernel: Kernel) -> dict[str, Any]:
 
 
 def _write(folder: Path, config: dict[str, Any], name: str, tensors: Tensors) -> None:
+    tensors = {key: np.ascontiguousarray(value) for key, value in tensors.items()}  # strides are not stored
     document = {"format": FORMAT, "model": "valueformer"} | config
     text = to_json(document)
     try:

@@ -80,8 +80,8 @@ class StreamPrompt:
     ) -> StreamPrompt:
         """Build the tokens of a context seen through several views.
 
-        ``heads``: the view that each head reads; ``weights``, ``rewards``: ``(b, n)``, a row per column; ``queries``: ``(m, d)``
-        states in each view's units.
+        ``heads``: the view that each head reads; ``weights``, ``rewards``: ``(b, n)``, a row per column; ``queries``:
+        ``(m, d)`` states in each view's units.
         """
         streams, width = stream_slices(layout, views[0].obs_dim, heads, len(weights))
         dtype = views[0].observations.dtype

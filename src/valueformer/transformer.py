@@ -64,7 +64,9 @@ class AttentionBlock(nn.Module):
             stream = stream + attention @ (tokens @ self.value[h].mT)
         return stream
 
-    def attention(self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: Prompt | StreamPrompt) -> Float[Tensor, "*batch t t"]:
+    def attention(
+        self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: Prompt | StreamPrompt
+    ) -> Float[Tensor, "*batch t t"]:
         """Return head h's attention matrix, queries by keys."""
         head = self.heads[h]
         queries = tokens @ self.query[h].mT  # (..., t, k)
@@ -85,9 +87,10 @@ class AttentionBlock(nn.Module):
 
 def _nonnegative(score: Tensor, queries: Tensor, keys: Tensor, flush: bool) -> Tensor:
     """Clamp squared distances at zero; where a kink amplifies it, flush what is within its own rounding error."""
-    if flush:
-        norms = torch.linalg.vector_norm(queries, dim=-1)[..., :, None] * torch.linalg.vector_norm(keys, dim=-1)[..., None, :]
-        score = score.masked_fill(score <= ROUNDING_ERRORS * torch.finfo(score.dtype).eps * norms, 0.0)
+    if flush:  # in float64: squares of a far query's norm would overflow
+        far, near = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (queries, keys))
+        rounding = ROUNDING_ERRORS * torch.finfo(score.dtype).eps * far[..., :, None] * near[..., None, :]
+        score = score.masked_fill(score <= rounding.to(score.dtype), 0.0)
     return score.clamp_min(0.0)
 
 

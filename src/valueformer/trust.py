@@ -34,8 +34,13 @@ class Verdict:
     remedy: str = ""
 
     def __str__(self) -> str:
-        words = {"trust": "Trust these values", "caution": "Read these values with caution", "doubt": "Do not rely on these values"}
-        return f"{words[self.level]}: {self.reason}." + (f" What would help: {self.remedy}." if self.remedy else "")
+        words = {
+            "trust": "Trust these values",
+            "caution": "Read these values with caution",
+            "doubt": "Do not rely on these values",
+        }
+        helps = f" What would help: {self.remedy}." if self.remedy else ""
+        return f"{words[self.level]}: {self.reason}.{helps}"
 
 
 def judge(
@@ -51,8 +56,8 @@ def judge(
 ) -> Verdict:
     """Say what the held-out numbers mean, from the worst finding to the mildest.
 
-    ``level``: mean_value, mean_return and return_spread of held-out values and recorded returns, where returns are recorded;
-    ``far``: share of states far from the other episodes; ``out_of_range``: share of values far beyond what rewards could add up to.
+    ``level``: mean_value, mean_return and return_spread of held-out values and recorded returns, where recorded;
+    ``far``: share of states far from the other episodes; ``out_of_range``: share of values far beyond what rewards add up to.
     """
     remedy = _remedy(data, gamma)
     if status in ("diverged", "singular"):
@@ -78,7 +83,9 @@ def judge(
         return Verdict("caution", f"{numbers}, but {off}", mend)
     if far > _MANY_FAR:
         return Verdict("caution", f"{numbers}, but {far:.0%} of the states are far from all other episodes", "more episodes")
-    if tdc > _GOOD_TDC or (_GOOD_TDC_ALONE < tdc if explained is None else explained < _GOOD_EV):
+    if explained is None and tdc > _GOOD_TDC_ALONE:
+        return Verdict("caution", f"{numbers}, and no return is recorded long enough to compare with", remedy)
+    if tdc > _GOOD_TDC or (explained is not None and explained < _GOOD_EV):
         return Verdict("caution", numbers, remedy)
     return Verdict("trust", numbers)
 
@@ -98,7 +105,8 @@ def _remedy(data: Transitions, gamma: float) -> str:
         return "states look like ids, one-hot them"
     horizon = int(np.bincount(data.episode_index).max())
     if not data.terminated.any() and gamma**horizon > _BEYOND:
-        return f"gamma {gamma:g} is too close to 1 for episodes of {horizon} steps that never end: a smaller gamma, or longer episodes"
+        short = f"gamma {gamma:g} is too close to 1 for episodes of {horizon} steps that never end"
+        return f"{short}: a smaller gamma, or longer episodes"
     if data.n_episodes < 20:
         return f"more episodes (there are {data.n_episodes})"
     return "states that tell more about the rewards to come, or more episodes"

@@ -78,9 +78,7 @@ def domains(group: Group) -> Iterator[Domain]:
     if group in ("gymnasium", "all"):
         for i, (name, policy, noise, episodes, limit) in enumerate(_GYMNASIUM):
             spec = policy if policy == "random" else _OWN + policy
-            request = Request(
-                scheme="gymnasium", name=name, episodes=episodes, policy=spec, noise=noise, max_steps=limit
-            )
+            request = Request(scheme="gymnasium", name=name, episodes=episodes, policy=spec, noise=noise, max_steps=limit)
             yield Domain(name, policy, f"{noise:g}", request, i % 2 == 0)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from valueformer.construction import construct
-from valueformer.kernels import DEFAULT_TEMPERATURE, RBF
+from valueformer.estimator import ValueFormer
+from valueformer.kernels import DEFAULT_TEMPERATURE, RBF, Laplace
 from valueformer.prompt import Prompt
 from valueformer.solvers import Context, iterate
 from valueformer.transitions import Transitions
@@ -46,9 +47,14 @@ def run(
     - ``floor``: one build of the same matrix, plus ``layers`` reads of as many bytes at the bandwidth of a plain sum.
     - ``recompute``: the literal transformer ("residual" layout), which computes attention from tokens in every layer; timed on
       two layers and scaled, since all layers do the same work.
+    - ``one head``, ``model ..``: fitting a plain Laplace kernel, and the frozen models with their heads and folds, on the same
+      context cut into episodes of 100.
     """
     data, kernel, gamma, dtype = contiguous_context(length, dim), RBF(DEFAULT_TEMPERATURE), 0.9, torch.float32
     step = 1.0 / length  # a fixed, safe step: lambda_max(K) <= n
+    episodes = _in_episodes(data)
+    plain = ValueFormer(kernel=Laplace(1.0), gamma=gamma, num_layers=layers, device="cpu")
+    modes = {name: ValueFormer(kernel=name, gamma=gamma, num_layers=layers, device="cpu") for name in ("default", "fast")}
     context = Context(kernel, data, gamma=gamma, dtype=dtype)
     matrix = context.matrix
     prompt = Prompt.from_transitions(data, data.observations[:1], layout="residual", dtype=dtype)
@@ -70,7 +76,9 @@ def run(
             model(prompt)
 
     seconds = {}
-    tasks = (("fast", fast), ("build", build), ("read", read), ("recompute", recompute))
+    tasks: list[tuple[str, Callable[[], Any]]] = [("fast", fast), ("build", build), ("read", read), ("recompute", recompute)]
+    tasks.append(("one head", lambda: plain.fit(episodes)))
+    tasks += [(f"model {name}", lambda model=model: model.fit(episodes)) for name, model in modes.items()]
     for done, (name, task) in enumerate(tasks, 1):
         seconds[name] = _median(task, repeats)
         if progress:
@@ -82,6 +90,8 @@ def run(
         "ratio": {
             "recompute / fast": seconds["recompute"] / seconds["fast"],
             "fast / (one build + reads at bandwidth)": seconds["fast"] / floor,
+            "model 'default' (6 heads, 3 folds) / one head": seconds["model default"] / seconds["one head"],
+            "model 'fast' (2 heads, 3 folds) / one head": seconds["model fast"] / seconds["one head"],
         },
         "seconds": seconds,
         "machine": {
@@ -92,6 +102,12 @@ def run(
             "valueformer": __version__,
         },
     }
+
+
+def _in_episodes(data: Transitions) -> Transitions:
+    """Return the same walk in episodes of 100 steps."""
+    episode = np.arange(len(data)) // 100
+    return data.replace(episode_ids=episode, truncated=np.append(episode[1:] != episode[:-1], True), steps=None)
 
 
 def _median(task: Callable[[], None], repeats: int) -> float:

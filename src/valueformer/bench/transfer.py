@@ -81,7 +81,9 @@ def _stored(store: Path | None, gamma: float, weights: Sequence[str]) -> dict[st
         except ValueError:  # the line at which it was interrupted
             continue
         if row["gamma"] != gamma or set(row["models"]) != set(weights):
-            raise InputError(str(store), f"contexts at gamma {gamma:g} with weights {', '.join(weights)}", "others", "remove it")
+            raise InputError(
+                str(store), f"contexts at gamma {gamma:g} with weights {', '.join(weights)}", "others", "remove it"
+            )
         done[row["key"]] = row
     return done
 

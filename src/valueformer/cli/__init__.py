@@ -1,4 +1,4 @@
-"""The command line: ``valueformer evaluate | inspect | collect | convert | samples | bench``.
+"""The command line: ``valueformer evaluate | diagnose | inspect | collect | convert | samples | weights | bench``.
 
 Exit 0: done. Exit 1: a result whose status is diverged or singular. Exit 2: bad usage or input, in one line on stderr.
 """
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (values.evaluate, data.inspect, data.collect, data.convert, data.samples):
+for command in (values.evaluate, values.diagnose, data.inspect, data.collect, data.convert, data.samples, data.weights):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

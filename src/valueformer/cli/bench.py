@@ -8,9 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from valueformer.cli.shared import Json, print_table, with_progress, writing
+from valueformer.cli.shared import Json, check_out, print_table, with_progress, writing
+from valueformer.errors import InputError
 
 __all__ = ["app"]
+
+GROUPS = ("five", "metaworld", "gymnasium", "all")
 
 app = typer.Typer(help="Ratios measured in one run on this machine.", rich_markup_mode=None)
 
@@ -45,6 +48,50 @@ def load(
 
     result = with_progress("timing", lambda report: run(rows, columns, block_size, repeats=repeats, progress=report))
     _finish("bench load", result, out, json)
+
+
+@app.command("transfer")
+def transfer(
+    domains: Annotated[str, typer.Option(help="five, metaworld, gymnasium or all.")] = "five",
+    weights: Annotated[list[str] | None, typer.Option(help="A frozen model: default, fast, or a folder; repeatable.")] = None,
+    seeds: Annotated[int, typer.Option(help="Data seeds per domain.", min=1)] = 3,
+    gamma: Annotated[float, typer.Option(help="Discount per step, in [0, 1].")] = 0.9,
+    store: Annotated[
+        Path | None, typer.Option(help="File of finished contexts, from which an interrupted run goes on.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for transfer.json, transfer.png, transfer.html.")] = None,
+    json: Json = False,
+) -> None:
+    """Evaluate frozen models on many domains against kernels chosen for each with hindsight; collects what is missing."""
+    from valueformer.bench.transfer import run
+    from valueformer.results import to_json
+    from valueformer.transfer_report import FILES, write_report
+
+    if domains not in GROUPS:
+        raise InputError("--domains", ", ".join(GROUPS), repr(domains))
+    if out is not None:
+        check_out(out, FILES)
+    names = weights or ["default", "fast"]
+    result = with_progress(
+        "evaluating", lambda report: run(domains, names, seeds=range(seeds), gamma=gamma, store=store, progress=report)
+    )
+    files = {} if out is None else writing(f"--out {out}", "a folder that can be written to", lambda: write_report(result, out))
+    if json:
+        sys.stdout.write(to_json(result | {"files": files}))
+        return
+    for name in names:
+        for part, numbers in result["summary"][name].items():
+            flat = [(what, _shown(value)) for what, value in numbers.items() if what != "trust"]
+            flat += [
+                (f"called {level}", ", ".join(f"{w} {_shown(x)}" for w, x in t.items()))
+                for level, t in numbers["trust"].items()
+            ]
+            print_table(f"{name}: {part}", flat)
+    print_table("", [(f"file: {what}", path) for what, path in files.items()])
+
+
+def _shown(value: Any) -> str:
+    return "—" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _finish(title: str, result: dict[str, Any], out: Path | None, json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from valueformer.cli.shared import Data, Json, check_out, data_options, findings, print_table, shown, with_progress, writing
 from valueformer.errors import InputError
@@ -141,3 +142,19 @@ def samples(json: Json = False) -> None:
     typer.echo(
         "\nMetaWorld's scripted policies under action noise; try: valueformer evaluate sample:pick-place-v3/low --gamma 0.9"
     )
+
+
+def weights(json: Json = False) -> None:
+    """List the frozen models in the package, and their heads."""
+    from valueformer.results import to_json
+    from valueformer.storage import WEIGHTS, bundled, bundled_heads
+
+    models = {name: [f"{head.kernel}, {head.scaler}" for head in bundled_heads(name)] for name in bundled()}
+    if json:
+        sys.stdout.write(to_json({"weights": models, "folder": str(WEIGHTS)}))
+        return
+    table = Table("name", "heads, beside a constant", box=None)
+    for name, heads in models.items():
+        table.add_row(name, Text("\n".join(heads)))
+    Console().print(table)
+    typer.echo(f"\nThe model card lies beside them: {WEIGHTS / 'README.md'}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from valueformer.cli.shared import Data, Json, Model, check_out, data_options, print_table, with_progress, writing
 from valueformer.errors import InputError
 
-__all__ = ["OUTPUTS", "build", "evaluate"]
+__all__ = ["OUTPUTS", "build", "diagnose", "evaluate"]
 
 OUTPUTS = ("values.parquet", "queries.parquet", "result.json", "report.png", "report.html")
 
@@ -81,9 +81,7 @@ def evaluate(
     )
     result = with_progress(
         "evaluating",
-        lambda report: run(
-            transitions, asked, queries=queries, level=confidence, intervals=replicates > 0, progress=report
-        ),
+        lambda report: run(transitions, asked, queries=queries, level=confidence, intervals=replicates > 0, progress=report),
     )
     files: dict[str, str] = {}
     if out is not None:
@@ -101,6 +99,45 @@ def evaluate(
         Console().print(f"\n{document['verdict']}", highlight=False, markup=False)
     if result.status in ("diverged", "singular"):
         raise typer.Exit(1)
+
+
+@data_options
+def diagnose(
+    data: Data,
+    gamma: Annotated[float, typer.Option(help="Discount per step, in [0, 1].")] = 0.99,
+    model: Model = "default",
+    kernel: Annotated[str | None, typer.Option(help="One kernel instead of a model.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Its temperature, in scaled units.")] = None,
+    confidence: Annotated[float, typer.Option(help="Of the intervals, in [0.5, 1).")] = 0.95,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ..")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seeds the scaler's subsample and the bootstrap.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for diagnosis.json, diagnosis.png, diagnosis.html.")] = None,
+    json: Json = False,
+    *,
+    reading: dict[str, Any],
+) -> None:
+    """Say how far to trust a frozen model on a log, and what another temperature would gain."""
+    from valueformer.diagnosis_report import FILES, store, summary_rows, write_report
+    from valueformer.sources import load
+
+    if out is not None:
+        check_out(out, FILES)
+    transitions = load(data, **reading)
+
+    from valueformer.diagnostics import diagnose as run
+    from valueformer.results import to_json
+
+    asked = build(model, kernel, temperature, gamma=gamma, device=device, random_state=seed)
+    found = with_progress("diagnosing", lambda report: run(transitions, asked, level=confidence, progress=report))
+    files: dict[str, str] = {}
+    if out is not None:
+        files = writing(f"--out {out}", "a folder that can be written to", lambda: store(found, out) | write_report(out))
+    document = found.to_dict() | {"files": files}
+    if json:
+        sys.stdout.write(to_json(document))
+        return
+    print_table(document["source"], summary_rows(document) + [(f"file: {what}", path) for what, path in files.items()])
+    Console().print(f"\n{document['verdict']}", highlight=False, markup=False)
 
 
 def build(name: str, kernel: str | None, temperature: float | None, **parameters: Any) -> Any:

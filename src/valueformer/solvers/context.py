@@ -77,7 +77,9 @@ class Context:
             rows = torch.tensor(states).to(self.rewards)  # (u, d)
             centres = rows[: len(self)]  # (n, d)
             for start, end in _tiles(len(rows), len(centres)):
-                for h, part in zip(heads, kernel_matrices([self.kernels[h] for h in heads], rows[start:end], centres), strict=True):
+                for h, part in zip(
+                    heads, kernel_matrices([self.kernels[h] for h in heads], rows[start:end], centres), strict=True
+                ):
                     matrix[h, start:end] = _without_overflow(self.kernels[h], part, "context states")
         return matrix
 

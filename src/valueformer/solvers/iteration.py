@@ -129,7 +129,7 @@ def iterate(
     The guard (theory 7.3): when the residual of the linear system exceeds 4 times the best so far, or stops being finite,
     go back to the best iterate and halve the step. A layer spent that way counts, and the result is the best iterate.
     ``num_layers="auto"``: until all have converged, as measured against ``reward_square``, the mean squared reward (None: the
-    context's). Without a guard what overflows stays at its last finite layer; with ``record`` coefficients of all layers are kept.
+    context's). Without a guard what overflows stays at its last finite layer; ``record`` keeps every layer's coefficients.
     """
     check_ridge(ridge)
     heads, columns = len(context.kernels), len(context.rewards)
