@@ -61,7 +61,13 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-            setting = {"gamma": GAMMA, "level": LEVEL, "steps": STEPS, "model": arguments.model, "replicates": arguments.replicates}
+            setting = {
+                "gamma": GAMMA,
+                "level": LEVEL,
+                "steps": STEPS,
+                "model": arguments.model,
+                "replicates": arguments.replicates,
+            }
             write_text(arguments.out, to_json({"setting": setting, "rows": rows}))
 
 

@@ -70,8 +70,8 @@ class Diagnosis:
     compatible: bool | None
     """The ratio's upper end is below 1.2: no single temperature would do much better. None where nothing could be left out.
 
-    Theory 5 also asks for a regret below .05 nats. Evidence judges the exact posterior, layers stop early: on the bundled logs it
-    prefers wide kernels whose 40 layers have larger errors on episodes left out, so it is reported and not ruled on.
+    Theory 5 also asks for a regret below .05 nats. Evidence judges the exact posterior, layers stop early: on the bundled
+    logs it prefers wide kernels whose 40 layers err more on episodes left out, so it is reported and not ruled on.
     """
     far: float | None
     """Share of states that are far from all other episodes: about 1 % if all episodes look alike."""
