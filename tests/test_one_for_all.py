@@ -13,15 +13,20 @@ from sklearn.base import clone
 
 import valueformer as vf
 from tests.conftest import FULL, walk
+from valueformer.bench import transfer
+from valueformer.bench.domains import FIVE, Domain, domains, split
+from valueformer.collection import Request
 from valueformer.diagnosis_report import store, write_report
-from valueformer.diagnostics import evidence
+from valueformer.diagnostics import TEMPERATURES, evidence
 from valueformer.features import Scaler
 from valueformer.fitting import Columns
 from valueformer.intervals import initial_value
 from valueformer.kernels import RBF, ExpDot, Laplace, Matern, Softmax
 from valueformer.mixing import fold_of_rows, gate
 from valueformer.mrp import LinearQuadratic, boyan_chain, loop, sample
+from valueformer.sources.simulated import text
 from valueformer.storage import bundled, bundled_heads
+from valueformer.transfer_report import write_report as write_transfer
 
 LAYOUTS = ("pair", "residual", "trajectory", "two_group")
 QUERIES = np.random.default_rng(5).normal(size=(9, 3))
@@ -376,3 +381,49 @@ def test_diagnosis_of_meagre_logs(data: vf.Transitions, tmp_path: Path) -> None:
     write_report(tmp_path)
     assert found.trust["level"] != "trust"
     assert (tmp_path / "diagnosis.png").stat().st_size > 5_000
+
+
+# -- transfer benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_transfer_benchmark_on_one_domain_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are held-out errors over those of kernels fitted one by one; a finished context is not computed again."""
+    pytest.importorskip("gymnasium")
+    monkeypatch.setenv("VALUEFORMER_CACHE", str(tmp_path / "cache"))
+    request = Request(scheme="gymnasium", name="Pendulum-v1", episodes=8, policy="random", max_steps=40)
+    domain = Domain("Pendulum-v1", "random", "0", request, True)
+    monkeypatch.setattr(transfer, "domains", lambda group: [domain])
+    monkeypatch.setattr("valueformer.bench.domains.CONTEXT", 160)
+    kept = tmp_path / "store.jsonl"
+    result = transfer.run("gymnasium", ["fast"], seeds=[0], store=kept)
+    row = result["contexts"][0]
+    context, test = split(vf.load(f"gymnasium:{text(domain.request(0))}"))
+    assert (len(context), len(test), row["n"], row["held_out"]) == (160, 160, 160, 160)
+    for j, temperature in enumerate(TEMPERATURES[2:5], start=2):
+        plain = vf.ValueFormer(kernel=RBF(temperature), gamma=0.9, step_size="safe", initial_level=0.0, dtype="float64").fit(
+            context
+        )
+        equal = vf.ValueFormer(kernel=RBF(temperature), gamma=0.9, dtype="float64").fit(context)
+        for name, model in (("plain", plain), ("equal", equal)):
+            assert row[name][j] == pytest.approx(np.mean(model.values_and_td_errors(test)[1] ** 2), rel=1e-6)
+    own = vf.ValueFormer(kernel="fast", gamma=0.9).fit(context)
+    assert row["models"]["fast"]["td_error"] == pytest.approx(np.mean(own.values_and_td_errors(test)[1] ** 2), rel=1e-4)
+    summary = result["summary"]["fast"]["all"]
+    assert summary["cost (b) median"] == pytest.approx(row["models"]["fast"]["td_error"] / min(row["equal"]))
+    with kept.open("a") as file:
+        file.write('{"gamma": 0.9, "half a li')  # where it was interrupted
+    monkeypatch.setattr(transfer, "_context", None)  # nothing is left to compute
+    assert transfer.run("gymnasium", ["fast"], seeds=[0], store=kept)["contexts"] == result["contexts"]
+    with pytest.raises(vf.InputError, match=r"contexts at gamma 0\.5"):
+        transfer.run("gymnasium", ["fast"], seeds=[0], gamma=0.5, store=kept)
+    files = write_transfer(result, tmp_path / "out")
+    assert {Path(f).name for f in files.values()} == {"transfer.json", "transfer.png", "transfer.html"}
+
+
+def test_every_domain_is_named_once_and_half_were_not_looked_at() -> None:
+    pytest.importorskip("metaworld")
+    found = list(domains("all"))
+    assert len({(d.name, d.policy, d.noise) for d in found}) == len(found) == 50 * 3 + 18
+    assert sum(not d.chosen_on for d in found) >= len(found) / 3
+    assert {d.name for d in domains("five")} == set(FIVE)
+    assert len(list(domains("gymnasium"))) == 18

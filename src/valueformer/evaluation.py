@@ -49,7 +49,7 @@ def evaluate(
     start = time.perf_counter()
     model = unfitted(model or ValueFormer())
     if not 0.5 <= level < 1.0:
-        raise InputError("level", "a number in [0.5, 1)", repr(level))
+        raise InputError("level of the interval", "a number in [0.5, 1)", repr(level))
     n_folds = min(MAX_FOLDS, data.n_episodes) if data.n_episodes > 1 else 0
     report = progress or (lambda done, total: None)
     total = n_folds + 1 + intervals

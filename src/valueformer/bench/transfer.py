@@ -166,10 +166,12 @@ def summarise(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[st
 
     Contexts whose held-out rewards a constant explains exactly have no ratio; they are counted as ``undefined``.
     """
+    looked_at = {(r["domain"], r["policy"]) for r in rows if r["chosen_on"]}
     parts = {
         "all": rows,
         "chosen on": [r for r in rows if r["chosen_on"]],
-        "untouched": [r for r in rows if not r["chosen_on"]],
+        "other seeds of those domains": [r for r in rows if (r["domain"], r["policy"]) in looked_at and not r["chosen_on"]],
+        "untouched domains": [r for r in rows if (r["domain"], r["policy"]) not in looked_at],
         "metaworld": [r for r in rows if r["domain"].endswith("-v3")],
         "gymnasium": [r for r in rows if not r["domain"].endswith("-v3")],
     }
