@@ -20,6 +20,7 @@ from valueformer.estimator import DivergenceWarning, ValueFormer
 from valueformer.intervals import initial_value
 from valueformer.metrics import MAX_REMAINING, HeldOut, held_out_metrics
 from valueformer.results import Evaluation
+from valueformer.storage import bundled, bundled_heads
 from valueformer.transitions import Returns, Transitions
 from valueformer.trust import FAR_OUT, judge
 from valueformer.version import __version__
@@ -172,7 +173,8 @@ def _level(values: NDArray[np.float64], returns: Returns) -> dict[str, Any]:
 def _kernel_name(model: ValueFormer) -> str:
     if isinstance(model.kernel, str):
         return model.kernel
-    return ", ".join(str(head.kernel) for head in model.heads_)
+    known = next((name for name in bundled() if bundled_heads(name) == model.heads_), None)
+    return known or ", ".join(str(head.kernel) for head in model.heads_)
 
 
 def _config(model: ValueFormer) -> dict[str, Any]:

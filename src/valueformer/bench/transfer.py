@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -215,12 +214,3 @@ def _summary(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
 
 def _quantile(x: Any, percent: float) -> float | None:
     return float(np.percentile(x, percent)) if len(x) else None
-
-
-def default_store() -> Path:
-    """Return where an interrupted run keeps its contexts."""
-    from valueformer.sources.simulated import cache_folder
-
-    folder = cache_folder()
-    os.makedirs(folder, exist_ok=True)
-    return folder / "transfer.jsonl"
