@@ -12,7 +12,7 @@ import pyarrow as pa
 from valueformer import page
 from valueformer.diagnostics import Diagnosis
 from valueformer.files import write_text
-from valueformer.page import BLUE, GREY, ORANGE, heading, number
+from valueformer.page import BLUE, GREY, ORANGE, banner, heading, number
 from valueformer.results import to_json
 
 Panel = alt.LayerChart | alt.FacetChart
@@ -58,17 +58,10 @@ def diagnosis_chart(document: dict[str, Any]) -> alt.VConcatChart:
         document["heads"],
         log=False,
     )
-    title = alt.TitleParams(
+    title = banner(
         f"What sharing one frozen model costs on {document['source']}",
-        subtitle=[
-            f"gamma = {document['gamma']:g}; {document['family']} kernels; lengthscale 1 = {document['typical_distance']:.3g}, "
-            f"the typical distance between states; a step moves {document['typical_step']:.2g} of it"
-        ],
-        anchor="start",
-        fontSize=17,
-        subtitleFontSize=12,
-        subtitleColor="#555",
-        offset=12,
+        f"gamma = {document['gamma']:g}; {document['family']} kernels; lengthscale 1 = {document['typical_distance']:.3g}, "
+        f"the typical distance between states; a step moves {document['typical_step']:.2g} of it",
     )
     return (
         alt.vconcat(

@@ -12,6 +12,8 @@ from valueformer.transitions import Transitions
 
 __all__ = ["initial_value"]
 
+_NEGLIGIBLE = 1e-6  # weight of a value
+
 
 def initial_value(model: ValueFormer, data: Transitions, level: float | None) -> dict[str, Any]:
     """Return the value of the first states of a fitted model's own log, on average, with an interval of confidence ``level``.
@@ -41,7 +43,9 @@ def initial_value(model: ValueFormer, data: Transitions, level: float | None) ->
     episodes = data.n_episodes
     if level is not None and int((weight > 0).sum()) > 1:
         draws = model.draws() * weight  # (b, episodes)
-        replicates = recorded + rest * model.replicate_values(ends)
+        # where all is recorded V has no part in the answer, and replicates of it are not worth computing
+        stand_in = rest * model.replicate_values(ends) if rest.max() > _NEGLIGIBLE else 0.0
+        replicates = recorded + stand_in
         means = (draws * replicates).sum(axis=1) / draws.sum(axis=1)
         # n - 1 degrees of freedom, and the bootstrap's variance lacks a factor n / (n - 1)
         spread = float(means.std(ddof=1)) * np.sqrt(episodes / (episodes - 1)) * student.ppf(0.5 + level / 2.0, episodes - 1)

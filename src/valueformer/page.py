@@ -12,7 +12,7 @@ import altair as alt
 
 from valueformer.files import write_atomically, write_text
 
-__all__ = ["BLUE", "GREY", "ORANGE", "heading", "number", "write"]
+__all__ = ["BLUE", "GREY", "ORANGE", "banner", "heading", "number", "write"]
 
 BLUE, ORANGE, GREY = "#2a6fb0", "#e07b39", "#8a8f98"
 Rows = Sequence[Sequence[str]]
@@ -37,6 +37,19 @@ def write(stem: Path, chart: Any, *, title: str, lead: str, rows: Rows, findings
 def heading(text: str) -> alt.TitleParams:
     """Return a panel's title."""
     return alt.TitleParams(text, anchor="start", fontSize=13, fontWeight=600)
+
+
+def banner(text: str, subtitle: str) -> alt.TitleParams:
+    """Return the title of a whole picture."""
+    return alt.TitleParams(
+        text,
+        subtitle=[subtitle],
+        anchor="start",
+        fontSize=17,
+        subtitleFontSize=12,
+        subtitleColor="#555",
+        offset=12,
+    )
 
 
 def number(value: float | None) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from valueformer import page
 from valueformer.files import write_text
 from valueformer.metrics import MAX_REMAINING
-from valueformer.page import BLUE, GREY, ORANGE, heading, number
+from valueformer.page import BLUE, GREY, ORANGE, banner, heading, number
 from valueformer.results import read_stored, to_json
 
 __all__ = ["evaluation_chart", "write_report"]
@@ -46,14 +46,9 @@ def evaluation_chart(document: dict[str, Any], columns: dict[str, NDArray[Any]])
     lower = [_layer_panel(document)]
     if (scatter := _scatter_panel(columns, value, label)) is not None:
         lower.append(scatter)
-    title = alt.TitleParams(
+    title = banner(
         f"Value of the behaviour policy: {document['source']}",
-        subtitle=[f"gamma = {document['gamma']:g}, model {document['kernel']}, {document['num_layers']} layers"],
-        anchor="start",
-        fontSize=17,
-        subtitleFontSize=12,
-        subtitleColor="#555",
-        offset=12,
+        f"gamma = {document['gamma']:g}, model {document['kernel']}, {document['num_layers']} layers",
     )
     return (
         alt.vconcat(episodes, alt.hconcat(*lower, spacing=120), spacing=28, title=title, padding=14)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from valueformer import page
 from valueformer.files import write_text
-from valueformer.page import heading
+from valueformer.page import banner, heading
 from valueformer.results import to_json
 
 Panel = alt.LayerChart | alt.FacetChart
@@ -71,16 +71,9 @@ def transfer_chart(result: Mapping[str, Any], name: str) -> alt.HConcatChart:
         ),
     ]
     seeds = len(result["setting"]["seeds"])
-    title = alt.TitleParams(
+    title = banner(
         f"Frozen model '{name}' on every domain, held-out episodes",
-        subtitle=[
-            f"gamma = {result['setting']['gamma']:g}, median of {seeds} data seed{'s' if seeds > 1 else ''}; blue is better"
-        ],
-        anchor="start",
-        fontSize=17,
-        subtitleFontSize=12,
-        subtitleColor="#555",
-        offset=14,
+        f"gamma = {result['setting']['gamma']:g}, median of {seeds} data seed{'s' if seeds > 1 else ''}; blue is better",
     )
     return (
         alt.hconcat(*panels, spacing=24, title=title, padding=14)
