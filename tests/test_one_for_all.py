@@ -116,7 +116,7 @@ def test_left_out_errors_are_those_of_fits_without_the_fold() -> None:
             ).values.numpy()
             V = V + columns.levels[0]
             td = left.rewards + left.discount(0.9) * V[len(left) :] - V[: len(left)]
-            np.testing.assert_allclose(model.left_out_[0][fold == k, h] * model.reward_unit_, td, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(model.left_out_[fold == k, h] * model.reward_unit_, td, rtol=1e-9, atol=1e-12)
 
 
 def test_gate_finds_the_good_head_and_never_leaves_the_simplex() -> None:

@@ -110,7 +110,7 @@ def main() -> None:
         contexts.append(
             {
                 "test": test, "successor": successor, "values": np.array(values),
-                "td": model.left_out_[0], "log": np.array(logs),
+                "td": model.left_out_, "log": np.array(logs),
                 "plain": min(best_single(context, test, GAMMA, fast=False)),
                 "equal": min(best_single(context, test, GAMMA, fast=True)),
             }

@@ -176,7 +176,7 @@ def _errors(problem: Problem, heads: Sequence[Head], weights: Vector, fold: NDAr
     columns = Columns.of(
         weights if own is None else weights * own, problem.rewards, problem.data.discount(problem.gamma), "context"
     )
-    return problem.run(heads, columns, values=True).left_out(fold)[0]
+    return problem.run(heads, columns).left_out(fold)
 
 
 def _evidence_part(model: ValueFormer, family: Sequence[Kernel], scaler: Scaler, level: float) -> dict[str, Any]:

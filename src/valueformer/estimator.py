@@ -187,7 +187,7 @@ class ValueFormer(InContextModel):
         n, mixes = len(self.context_), len(self.heads_) > 1
         self.fold_ = fold_of_rows(self.context_.episode_index) if mixes and self.mix == "context" and n > 1 else None
         columns = self._columns()
-        done = self.problem_.run(self.heads_, columns, values=self.fold_ is not None)
+        done = self.problem_.run(self.heads_, columns)
         self.left_out_ = None if self.fold_ is None else done.left_out(self.fold_)
         self.mixing_weights_ = self._gate(self.context_.sample_weight)
         self.level_ = float(columns.levels[0]) * self.reward_unit_

@@ -57,13 +57,13 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
 
-    def run(self, heads: Sequence[Head], columns: Columns, *, values: bool = False) -> Pass:
-        """Run all heads on all columns; with ``values`` also V at the context's states."""
+    def run(self, heads: Sequence[Head], columns: Columns) -> Pass:
+        """Run all heads on all columns."""
         dtype = torch.float64 if self.algorithm == "lstd" else self.dtype  # a linear system amplifies rounding
         w = 1.0 - self.data.discount(self.gamma)  # (n,)
         rewards = self.rewards - w * columns.levels[:, None]  # (b, n): what the level leaves unexplained
         square = float(np.average(np.square(self.rewards), weights=columns.weights[0]))
-        paths, parts = [], []
+        paths = []
         for group in self._groups(heads, dtype):
             context = Context(
                 [head.kernel for head in group],
@@ -87,10 +87,7 @@ class Problem:
                     reward_square=square,
                 )
             paths.append(path)
-            if values:
-                parts.append(context.values(path.dual_coef)[..., : len(context)].double().cpu().numpy())
-        path = Path.join(paths)
-        return Pass(path, rewards, columns, square, np.concatenate(parts) if values else None)
+        return Pass(Path.join(paths), rewards, columns, square)
 
     def _groups(self, heads: Sequence[Head], dtype: torch.dtype) -> list[Sequence[Head]]:
         one = matrix_bytes(len(self.data) + self.data.n_episodes, len(self.data), dtype)
@@ -107,21 +104,16 @@ class Pass:
     """``(b, n)`` what the levels leave unexplained: the TD errors of the constant head."""
     columns: Columns
     reward_square: float
-    values: Vector | None
-    """``(h, b, n)`` V less the level, at the context's states."""
 
-    def left_out(self, fold: NDArray[np.int64]) -> tuple[Vector, Vector]:
-        """Return TD errors and values ``(n, h + 1)`` of each row from the column that left its fold out; column 0 left none.
+    def left_out(self, fold: NDArray[np.int64]) -> Vector:
+        """Return TD errors ``(n, h + 1)`` of each row from the column that left its fold out; column 0 left none.
 
         The last entry is the constant head's.
         """
         rows, column = np.arange(len(fold)), 1 + fold
         constant = self.rewards[column, rows]
         td = self.path.td.double().cpu().numpy()[:, column, rows].T  # (n, h)
-        assert self.values is not None
-        level = self.columns.levels[column]
-        values = self.values[:, column, rows].T + level[:, None]
-        return np.column_stack([td, constant]), np.column_stack([values, level])
+        return np.column_stack([td, constant])
 
     def mixed(self, weights: Vector) -> tuple[Vector, Vector]:
         """Return the mixture's mean squared TD error on column 0: before the first layer, and after each ``(l,)``."""

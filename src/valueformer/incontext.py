@@ -114,17 +114,15 @@ class InContextModel(PersistentModel):
         if self.left_out_ is None:
             none = torch.zeros(1, len(self.heads_) + 1)
             return gate(none, None, "equal" if self.mix == "context" else self.mix).numpy()
-        return gate(torch.tensor(self.left_out_[0]), None if weight is None else torch.tensor(weight), "context").numpy()
+        return gate(torch.tensor(self.left_out_), None if weight is None else torch.tensor(weight), "context").numpy()
 
     def _solution(self, done: Pass) -> Solution:
         """Return the mixture's result, in units of the rewards."""
         path, weights, power = done.path, self.mixing_weights_, self.reward_unit_**2
         single = [path.solution(h) for h in range(len(self.heads_))]
         initial, errors = done.mixed(weights)
-        if not len(errors):  # every layer overflowed
-            errors = np.zeros(0)
         used = [s for s, w in zip(single, weights, strict=False) if w > 0] or single
-        last = float(errors[-1]) if len(errors) else initial
+        last = float(errors[-1]) if len(errors) else initial  # every layer may have overflowed
         closed = path.singular is not None
         status: Status = "converged" if closed or last <= TOLERANCE**2 * done.reward_square else "max_layers"
         message = ""
@@ -163,7 +161,7 @@ class InContextModel(PersistentModel):
         table.append({"scaler": None, "kernel": "constant", "weight": float(self.mixing_weights_[-1])})
         if self.left_out_ is not None:
             share = self.context_.sample_weight
-            errors = np.average(np.square(self.left_out_[0]), axis=0, weights=share) * self.reward_unit_**2
+            errors = np.average(np.square(self.left_out_), axis=0, weights=share) * self.reward_unit_**2
             table = [row | {"left_out_td_error": float(e)} for row, e in zip(table, errors, strict=True)]
         return table
 

@@ -52,7 +52,7 @@ class PersistentModel(BaseEstimator, ABC):
     context_: Transitions
     scalers_: dict[ScalerKind, Scaler]
     fold_: NDArray[np.int64] | None
-    left_out_: tuple[NDArray[np.float64], NDArray[np.float64]] | None
+    left_out_: NDArray[np.float64] | None
     solution_: Solution
     td_error_: NDArray[np.float64]
     transformer_: GatedTransformer | None
@@ -100,7 +100,7 @@ class PersistentModel(BaseEstimator, ABC):
         for kind, scaler in self.scalers_.items():
             tensors |= {f"scaler.{kind}.centre": scaler.centre, f"scaler.{kind}.factor": scaler.factor}
         if self.left_out_ is not None and self.fold_ is not None:
-            tensors |= {"fold": self.fold_, "left_out.td": self.left_out_[0], "left_out.values": self.left_out_[1]}
+            tensors |= {"fold": self.fold_, "left_out": self.left_out_}
         if self.transformer_ is not None:
             tensors["steps"] = self.steps_
         del parameters["device"]  # the machine's, not the model's
@@ -134,7 +134,7 @@ class PersistentModel(BaseEstimator, ABC):
             model.level_, model.reward_unit_ = float(fitted["level"]), float(fitted["reward_unit"])
             model.mixing_weights_ = tensors["mixing_weights"]
             model.fold_ = tensors.get("fold")
-            model.left_out_ = (tensors["left_out.td"], tensors["left_out.values"]) if "fold" in tensors else None
+            model.left_out_ = tensors["left_out"] if "fold" in tensors else None
             dual_coef, errors = torch.tensor(tensors["dual_coef"], device=model._device), torch.tensor(tensors["td_error"])
             if dual_coef.shape != (len(model.heads_), len(model.context_)) or len(model.mixing_weights_) != len(dual_coef) + 1:
                 raise TypeError("coefficients of another shape")
