@@ -147,7 +147,7 @@ def _left_out_part(model: ValueFormer, family: Sequence[Kernel], scaler: Scaler,
     fold = fold_of_rows(context.episode_index)
     weights = np.concatenate([np.ones((1, len(fold))), fold != np.arange(int(fold.max()) + 1)[:, None]])
     single = dataclasses.replace(
-        model.problem_, views={"isotropic": scaled(context, scaler, True, np.dtype(model.dtype))}, step_size="fast"
+        model.problem_, views={"isotropic": scaled(context, scaler, True, np.dtype(model.dtype))}, step_size="fast", guard=True
     )
     td = _errors(single, [Head(kernel) for kernel in family], weights, fold)
     own = _errors(model.problem_, model.heads_, weights, fold) @ model.mixing_weights_

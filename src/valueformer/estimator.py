@@ -51,9 +51,12 @@ class ValueFormer(InContextModel):
         Depth L, one TD step per layer; "auto" runs until converged.
     algorithm : "td" or "lstd"
         L layers of kernel TD, or its fixed point in closed form (kernel LSTD).
-    step_size : "fast", "safe", float or sequence of L floats
+    step_size : "fast", "safe", float, sequence of L floats or StepSchedule
         "fast": 1 / sigma_max(M). "safe": 1 / (1.05 (lambda_max(K) + ridge)). Both are guarded: a step after which the residual
-        exceeds 4 times its best is taken back and halved (theory 7.3). Numbers are taken literally.
+        exceeds 4 times its best is taken back and halved (theory 7.3). Numbers are taken literally. A schedule gives every
+        layer, and if it likes every head, its own multiple of those steps: what pretraining learns.
+    guard : "auto" or bool
+        Whether such steps are taken back; "auto": unless they are given literally.
     gamma : float in [0, 1]
         Discount per step; a transition's own ``discounts`` multiply it.
     ridge : float >= 0
@@ -65,9 +68,11 @@ class ValueFormer(InContextModel):
     scaler : "isotropic", "standardize", "none" or None
         Fitted on the context's states alone (:func:`valueformer.features.fit_scaler`). None: each head's own, isotropic for
         a single kernel; a name puts all heads on that scaler.
-    mix : "context", "equal" or "first"
+    metric : array (d,) or (k, d), or None
+        Weights of the scaled coordinates, or a linear map of them, before any kernel: a pretrained one fits one state space.
+    mix : "context", "equal", "first" or sequence of h + 1 floats
         How several heads are mixed: by their TD errors on episodes left out of their context (:func:`valueformer.mixing.gate`),
-        alike, or not at all.
+        alike, not at all, or with given weights, the last one the constant's.
     layout : "fast", "pair", "residual", "trajectory" or "two_group"
         The solver, or the literal transformer with that token layout.
     device, dtype : str
@@ -100,7 +105,9 @@ class ValueFormer(InContextModel):
     algorithm: Literal["td", "lstd"]
     num_layers: int | Literal["auto"]
     step_size: StepSize
+    guard: bool | Literal["auto"]
     scaler: ScalerKind | None
+    metric: ArrayLike | None
     mix: Mix
     layout: Literal["fast"] | Layout
     dtype: Literal["float32", "float64"]
@@ -112,10 +119,12 @@ class ValueFormer(InContextModel):
         num_layers: int | Literal["auto"] = 40,
         algorithm: Literal["td", "lstd"] = "td",
         step_size: StepSize = "fast",
+        guard: bool | Literal["auto"] = "auto",
         gamma: float = 0.99,
         ridge: float = 0.0,
         initial_level: Literal["context", "mean"] | float = "context",
         scaler: ScalerKind | None = None,
+        metric: ArrayLike | None = None,
         mix: Mix = "context",
         layout: Literal["fast"] | Layout = "fast",
         device: str = "auto",
@@ -127,10 +136,12 @@ class ValueFormer(InContextModel):
         self.num_layers = num_layers
         self.algorithm = algorithm
         self.step_size = step_size
+        self.guard = guard
         self.gamma = gamma
         self.ridge = ridge
         self.initial_level = initial_level
         self.scaler = scaler
+        self.metric = metric
         self.mix = mix
         self.layout = layout
         self.device = device
@@ -152,6 +163,8 @@ class ValueFormer(InContextModel):
         self.asked_ = self.get_params(deep=False)
         self.heads_ = self._heads()
         self.n_features_in_ = data.obs_dim
+        if self.metric is not None and (width := np.asarray(self.metric).shape[-1]) != data.obs_dim:
+            raise InputError("metric", f"weights of {data.obs_dim} coordinates, as in the context", str(width))
         self.gamma_, self.ridge_, self.layout_ = float(self.gamma), float(self.ridge), self.layout
         kinds: list[ScalerKind] = list(dict.fromkeys(head.scaler for head in self.heads_))
         self.scalers_ = {kind: self._fit_scaler(kind, data) for kind in kinds}

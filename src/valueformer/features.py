@@ -25,14 +25,19 @@ _DEAD = 0.01  # a column with less than this share of the largest standard devia
 
 @dataclass(frozen=True, eq=False)
 class Scaler:
-    """The map ``(x - centre) * factor``, per coordinate; a factor of 0 drops the coordinate."""
+    """The map ``(x - centre) * factor``, per coordinate, and then a metric; a factor of 0 drops the coordinate."""
 
     centre: NDArray[np.float64]
     factor: NDArray[np.float64]
+    metric: NDArray[np.float64] | None = None
+    """``(d,)`` weights of the scaled coordinates, or ``(k, d)``, a map to k of them."""
 
     def transform(self, observations: NDArray[Any]) -> NDArray[np.float64]:
-        """Return scaled states ``(n, d)`` in float64: centring must not lose digits to the offset."""
-        return (observations.astype(np.float64) - self.centre) * self.factor
+        """Return scaled states ``(n, d | k)`` in float64: centring must not lose digits to the offset."""
+        states = (observations.astype(np.float64) - self.centre) * self.factor
+        if self.metric is None:
+            return states
+        return states * self.metric if self.metric.ndim == 1 else states @ self.metric.T
 
 
 def fit_scaler(kind: ScalerKind, observations: NDArray[Any], random_state: int = 0) -> Scaler:

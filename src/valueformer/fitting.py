@@ -14,7 +14,7 @@ from valueformer.arguments import check_states
 from valueformer.features import Scaler, ScalerKind
 from valueformer.heads import Head
 from valueformer.metrics import best_constant, mean_constant
-from valueformer.solvers import Context, Path, StepSize, fixed_point, iterate
+from valueformer.solvers import Context, Path, StepSchedule, StepSize, fixed_point, iterate
 from valueformer.solvers.context import matrix_bytes, memory
 from valueformer.transitions import Transitions
 
@@ -54,6 +54,7 @@ class Problem:
     step_size: StepSize
     num_layers: int | Literal["auto"]
     ridge: float
+    guard: bool
     dtype: torch.dtype
     device: torch.device
 
@@ -64,7 +65,7 @@ class Problem:
         rewards = self.rewards - w * columns.levels[:, None]  # (b, n): what the level leaves unexplained
         square = float(np.average(np.square(self.rewards), weights=columns.weights[0]))
         paths = []
-        for group in self._groups(heads, dtype):
+        for start, group in self._groups(heads, dtype):
             context = Context(
                 [head.kernel for head in group],
                 self.data,
@@ -80,19 +81,21 @@ class Problem:
             else:
                 path = iterate(
                     context,
-                    step_size=self.step_size,
+                    step_size=step.of_heads(start, start + len(group))
+                    if isinstance(step := self.step_size, StepSchedule)
+                    else step,
                     num_layers=self.num_layers,
                     ridge=self.ridge,
-                    guard=isinstance(self.step_size, str),
+                    guard=self.guard,
                     reward_square=square,
                 )
             paths.append(path)
         return Pass(Path.join(paths), rewards, columns, square)
 
-    def _groups(self, heads: Sequence[Head], dtype: torch.dtype) -> list[Sequence[Head]]:
+    def _groups(self, heads: Sequence[Head], dtype: torch.dtype) -> list[tuple[int, Sequence[Head]]]:
         one = matrix_bytes(len(self.data) + self.data.n_episodes, len(self.data), dtype)
         size = max(1, int(_SHARE * memory(self.device) / one))
-        return [heads[i : i + size] for i in range(0, len(heads), size)]
+        return [(i, heads[i : i + size]) for i in range(0, len(heads), size)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class GatedTransformer(nn.Module):
     @property
     def layout(self) -> Layout:
         """Layout of the prompts that it takes."""
-        return self.transformer.layout
+        return cast(Layout, self.transformer.layout)
 
     def forward(self, prompt: StreamPrompt) -> GatedOutput:
         """Run all layers on a prompt, then the gate."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,7 +14,8 @@ from valueformer.kernels import Kernel
 
 __all__ = ["Head", "Mix", "check_mix", "head_from_config", "with_scaler"]
 
-Mix = Literal["context", "equal", "first"]
+MIXES = ("context", "equal", "first")
+Mix = Literal["context", "equal", "first"] | tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ def with_scaler(heads: Sequence[Head], scaler: ScalerKind | None) -> tuple[Head,
 
 
 def check_mix(mix: Any) -> None:
-    """Raise InputError unless ``mix`` is one of the ways to mix heads."""
-    if mix not in get_args(Mix):
-        raise InputError("mix", " | ".join(get_args(Mix)), repr(mix))
+    """Raise InputError unless ``mix`` is one of the ways to mix heads, or weights >= 0 with a sum > 0."""
+    if isinstance(mix, (list, tuple)):
+        numbers = all(isinstance(w, (int, float)) and not isinstance(w, bool) and 0.0 <= w < math.inf for w in mix)
+        if not (numbers and sum(mix) > 0):
+            raise InputError("mix", "weights >= 0, one per head and one for the constant", str(mix)[:80])
+    elif mix not in MIXES:
+        raise InputError("mix", " | ".join(MIXES), repr(mix))

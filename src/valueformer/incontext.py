@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from valueformer.heads import Mix
 from valueformer.mixing import gate
 from valueformer.prompt import Layout
 from valueformer.results import Status
-from valueformer.solvers import TOLERANCE, Path, Solution, StepSize, evaluate_kernel_sum
+from valueformer.solvers import TOLERANCE, Path, Solution, StepSchedule, StepSize, evaluate_kernel_sum
 from valueformer.storage import PersistentModel
 from valueformer.streams import StreamPrompt
 from valueformer.support import Support
@@ -40,6 +41,8 @@ class InContextModel(PersistentModel):
     num_layers: int | Literal["auto"]
     initial_level: Literal["context", "mean"] | float
     mix: Mix
+    guard: bool | Literal["auto"]
+    metric: ArrayLike | None
     device: str
     dtype: Literal["float32", "float64"]
     n_replicates: int
@@ -47,8 +50,10 @@ class InContextModel(PersistentModel):
 
     def _fit_scaler(self, kind: ScalerKind, data: Transitions) -> Scaler:
         scaler = fit_scaler(kind, data.observations, self.random_state)
+        if self.metric is not None:
+            scaler = dataclasses.replace(scaler, metric=np.asarray(self.metric, dtype=np.float64))
         if kind == "none" and self._stationary(kind):  # the kernel cannot tell, and float32 keeps its digits
-            return Scaler(data.observations.astype(np.float64).mean(axis=0), scaler.factor)
+            return dataclasses.replace(scaler, centre=data.observations.astype(np.float64).mean(axis=0))
         return scaler
 
     def _stationary(self, kind: ScalerKind) -> bool:
@@ -69,6 +74,7 @@ class InContextModel(PersistentModel):
             step_size=self.step_size,
             num_layers=self.num_layers,
             ridge=self.ridge_,
+            guard=_guarded(self.step_size) if self.guard == "auto" else bool(self.guard),
             dtype=getattr(torch, self.dtype),
             device=self._device,
         )
@@ -181,7 +187,7 @@ class InContextModel(PersistentModel):
             gamma=self.gamma_,
             step_sizes=steps,
             ridge=self.ridge_,
-            obs_dim=self.n_features_in_,
+            obs_dim=next(iter(self.problem_.views.values())).obs_dim,
             dtype=getattr(torch, self.dtype_),
         )
         self.transformer_ = GatedTransformer(transformer, self.mix).to(self._device)
@@ -287,3 +293,8 @@ class InContextModel(PersistentModel):
         gates = np.array([self._gate(column) for column in columns.weights])  # (b, h + 1)
         coefficients = done.path.dual_coef * torch.tensor(gates[:, :-1].T[..., None]).to(done.path.dual_coef)
         return coefficients, columns.levels
+
+
+def _guarded(step_size: StepSize) -> bool:
+    """Return whether steps are chosen from the context, and not given literally."""
+    return isinstance(step_size, str) or (isinstance(step_size, StepSchedule) and step_size.unit != "plain")

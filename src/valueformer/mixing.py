@@ -14,6 +14,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from valueformer.errors import InputError
 from valueformer.heads import Mix
 
 __all__ = ["fold_of_rows", "gate"]
@@ -27,9 +28,14 @@ _EXACT = 1e-24  # of the largest squared TD error: such a head is exact up to ro
 def gate(td: Float[Tensor, "n h"], weight: Float[Tensor, " n"] | None, mix: Mix) -> Float[Tensor, " h"]:
     """Return mixing weights >= 0 with sum 1, in float64, from held-out TD errors; the last head is the constant.
 
-    ``"context"``: as above; ``"equal"``: the same for every kernel head, 0 for the constant; ``"first"``: the first head alone.
+    ``"context"``: as above; ``"equal"``: the same for every kernel head, 0 for the constant; ``"first"``: the first head alone;
+    a sequence: those weights, divided by their sum.
     """
     heads = td.shape[-1]
+    if not isinstance(mix, str):
+        if len(mix) != heads:
+            raise InputError("mix", f"{heads} weights: one per head and one for the constant", str(len(mix)))
+        return torch.tensor(mix, dtype=torch.float64, device=td.device) / sum(mix)
     if mix != "context":
         chosen = torch.arange(heads, device=td.device) < (heads - 1 if mix == "equal" else 1)
         return chosen.double() / chosen.sum()

@@ -13,7 +13,7 @@ from valueformer.errors import InputError
 from valueformer.heads import Head, check_mix
 from valueformer.kernels import Kernel
 from valueformer.prompt import Layout
-from valueformer.solvers import MAX_LAYERS
+from valueformer.solvers import MAX_LAYERS, StepSchedule
 
 __all__ = ["LARGEST_REWARD", "check_parameters"]
 
@@ -42,10 +42,27 @@ def check_parameters(model: Any) -> None:
     check_ridge(model.ridge)
     if isinstance(model.step_size, str) and model.step_size not in ("fast", "safe"):
         raise InputError("step_size", "'fast', 'safe', a number or a sequence of numbers", repr(model.step_size))
+    if model.guard not in ("auto", True, False):
+        raise InputError("guard", "'auto', True or False", repr(model.guard))
+    _check_metric(model.metric)
     layers = MAX_LAYERS if model.num_layers == "auto" else model.num_layers
-    check_steps(1.0 if isinstance(model.step_size, str) else model.step_size, layers)
+    if isinstance(model.step_size, StepSchedule):
+        check_steps([1.0] * len(model.step_size), len(model.step_size) if model.num_layers == "auto" else layers)
+    else:
+        check_steps(1.0 if isinstance(model.step_size, str) else model.step_size, layers)
     n = model.n_replicates
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 2 <= n <= 100_000:
         raise InputError("n_replicates", "a whole number from 2 to 100000", repr(n))
     if isinstance(model.random_state, bool) or not isinstance(model.random_state, numbers.Integral) or model.random_state < 0:
         raise InputError("random_state", "a whole number >= 0", repr(model.random_state))
+
+
+def _check_metric(metric: Any) -> None:
+    if metric is None:
+        return
+    try:
+        array = np.asarray(metric, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.full(1, np.nan)
+    if array.ndim not in (1, 2) or not array.size or not np.isfinite(array).all():
+        raise InputError("metric", "finite numbers, (d,) or (k, d), or None", repr(metric)[:80])

@@ -27,7 +27,7 @@ from valueformer.gated import GatedTransformer
 from valueformer.heads import Head, head_from_config
 from valueformer.kernels import Kernel
 from valueformer.results import Status, plain, to_json
-from valueformer.solvers import Solution
+from valueformer.solvers import Solution, StepSchedule
 from valueformer.transitions import Transitions
 
 __all__ = ["WEIGHTS", "PersistentModel", "bundled", "bundled_heads"]
@@ -45,6 +45,7 @@ class PersistentModel(BaseEstimator, ABC):
     """The part of an estimator that knows files: frozen parameters, and a fitted context."""
 
     kernel: Kernel | str | Sequence[Head]
+    metric: ArrayLike | None
     asked_: dict[str, Any]
     """The parameters at fit; they may have been set to something else since."""
     heads_: tuple[Head, ...]
@@ -130,7 +131,8 @@ class PersistentModel(BaseEstimator, ABC):
             model.context_ = Transitions(**arrays, source=str(folder), format="fitted")
             model.n_features_in_ = model.context_.obs_dim
             kinds: list[ScalerKind] = list(dict.fromkeys(head.scaler for head in model.heads_))
-            model.scalers_ = {k: Scaler(tensors[f"scaler.{k}.centre"], tensors[f"scaler.{k}.factor"]) for k in kinds}
+            metric = None if model.metric is None else np.asarray(model.metric)
+            model.scalers_ = {k: Scaler(tensors[f"scaler.{k}.centre"], tensors[f"scaler.{k}.factor"], metric) for k in kinds}
             model.level_, model.reward_unit_ = float(fitted["level"]), float(fitted["reward_unit"])
             model.mixing_weights_ = tensors["mixing_weights"]
             model.fold_ = tensors.get("fold")
@@ -185,7 +187,13 @@ class PersistentModel(BaseEstimator, ABC):
             parameters["kernel"] = [_head_config(head) for head in kernel]
             temperatures = [head["kernel"].pop("temperature", math.nan) for head in parameters["kernel"]]
             tensors["temperatures"] = np.array(temperatures)  # the weights of the model; NaN: inside a composite kernel
-        if not isinstance(parameters["step_size"], (str, int, float)):
+        if parameters["metric"] is not None:
+            tensors["metric"] = np.asarray(parameters["metric"], dtype=np.float64)
+            parameters["metric"] = "tensor"
+        if isinstance(schedule := parameters["step_size"], StepSchedule):
+            tensors["step_sizes"] = schedule.rows()[..., 0].numpy()
+            parameters["step_size"] = {"unit": schedule.unit}
+        elif not isinstance(parameters["step_size"], (str, int, float)):
             tensors["step_sizes"] = np.asarray(parameters["step_size"], dtype=np.float64)
             parameters["step_size"] = "tensor"
         return plain(parameters), tensors
@@ -202,6 +210,13 @@ class PersistentModel(BaseEstimator, ABC):
                 parameters["kernel"] = _decode_heads(parameters["kernel"], tensors["temperatures"])
             if parameters.get("step_size") == "tensor":
                 parameters["step_size"] = tensors["step_sizes"].tolist()
+            elif isinstance(parameters.get("step_size"), dict):
+                rows = tuple(map(tuple, tensors["step_sizes"].tolist()))
+                parameters["step_size"] = StepSchedule(parameters["step_size"]["unit"], rows)
+            if isinstance(parameters.get("mix"), list):
+                parameters["mix"] = tuple(parameters["mix"])
+            if parameters.get("metric") is not None:
+                parameters["metric"] = tensors["metric"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
                 str(folder), "a model written by ValueFormer", f"a damaged one ({error})", "save it again"

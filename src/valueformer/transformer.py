@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from valueformer.errors import InputError
+from valueformer.feature_prompt import FeaturePrompt
 from valueformer.kernels import HeadKernel
 from valueformer.kernels.families import ROUNDING_ERRORS
 from valueformer.prompt import Layout, Prompt
 from valueformer.streams import StreamPrompt
 
 __all__ = ["AttentionBlock", "Head", "Transformer", "TransformerOutput"]
+
+AnyPrompt = Prompt | StreamPrompt | FeaturePrompt
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Head:
 class AttentionBlock(nn.Module):
     """One layer of attention, one step of kernel TD when its matrices are constructed.
 
-    ``key``, ``query``: ``(heads, k, c)``; ``value``: ``(heads, c, c)``; ``residual``: ``(c, c)``. Tensors become buffers
-    (frozen), parameters stay parameters.
+    ``key``, ``query``: ``(heads, k, c)``; ``value``: ``(heads, c, c)``; ``residual``: ``(c, c)``. Leading dimensions are
+    models side by side, one per batch entry of the prompt. Tensors become buffers (frozen), parameters stay parameters.
     """
 
     key: Tensor
@@ -56,21 +59,19 @@ class AttentionBlock(nn.Module):
             else:
                 self.register_buffer(name, matrix)
 
-    def forward(self, tokens: Float[Tensor, "*batch t c"], prompt: Prompt | StreamPrompt) -> Float[Tensor, "*batch t c"]:
+    def forward(self, tokens: Float[Tensor, "*batch t c"], prompt: AnyPrompt) -> Float[Tensor, "*batch t c"]:
         """Return the next layer's tokens; ``prompt`` supplies the masks."""
         stream = tokens @ self.residual.mT
         for h in range(len(self.heads)):
             attention = self.attention(h, tokens, prompt)  # (..., t queries, t keys)
-            stream = stream + attention @ (tokens @ self.value[h].mT)
+            stream = stream + attention @ (tokens @ self.value[..., h, :, :].mT)
         return stream
 
-    def attention(
-        self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: Prompt | StreamPrompt
-    ) -> Float[Tensor, "*batch t t"]:
+    def attention(self, h: int, tokens: Float[Tensor, "*batch t c"], prompt: AnyPrompt) -> Float[Tensor, "*batch t t"]:
         """Return head h's attention matrix, queries by keys."""
         head = self.heads[h]
-        queries = tokens @ self.query[h].mT  # (..., t, k)
-        keys = tokens @ self.key[h].mT  # (..., t, k)
+        queries = tokens @ self.query[..., h, :, :].mT  # (..., t, k)
+        keys = tokens @ self.key[..., h, :, :].mT  # (..., t, k)
         score = queries @ keys.mT  # (..., t, t)
         if head.kernel.score == "sqdist":
             score = _nonnegative(score, queries, keys, flush=head.kernel.has_kink)
@@ -120,16 +121,16 @@ class Transformer(nn.Module):
         self,
         layers: Sequence[AttentionBlock] | Callable[[int, torch.dtype], Sequence[AttentionBlock]],
         *,
-        layout: Layout,
+        layout: Layout | Literal["feature"],
         gamma: float,
     ) -> None:
         super().__init__()
-        self.layout: Layout = layout
+        self.layout: Layout | Literal["feature"] = layout
         self.gamma = gamma
         self._build = layers if callable(layers) else None
         self.layers = nn.ModuleList([] if callable(layers) else layers)  # of AttentionBlock
 
-    def forward(self, prompt: Prompt | StreamPrompt) -> TransformerOutput:
+    def forward(self, prompt: AnyPrompt) -> TransformerOutput:
         """Run all layers on a prompt. Raises InputError if the prompt's layout, width or dtype is another one."""
         if not len(self.layers) and self._build is not None:
             built = self._build(prompt.obs_dim, prompt.tokens.dtype)
@@ -161,7 +162,7 @@ class Transformer(nn.Module):
         if not len(self.layers):
             raise InputError("transformer", "matrices", "none yet", "pass obs_dim to construct, or run a prompt first")
 
-    def _check(self, prompt: Prompt | StreamPrompt) -> None:
+    def _check(self, prompt: AnyPrompt) -> None:
         if prompt.layout != self.layout:
             raise InputError("prompt.layout", repr(self.layout), repr(prompt.layout), "build both with one layout")
         residual = cast(AttentionBlock, self.layers[0]).residual

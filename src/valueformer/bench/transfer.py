@@ -146,6 +146,7 @@ def best_single(context: Transitions, test: Transitions, gamma: float, *, fast: 
         step_size="fast" if fast else "safe",
         num_layers=_LAYERS,
         ridge=0.0,
+        guard=True,
         dtype=torch.float64,
         device=torch.device("cpu"),
     )

@@ -23,7 +23,7 @@ from valueformer.kernels import Kernel
 from valueformer.solvers.context import Context, distinct_states, evaluate_kernel_sum
 from valueformer.solvers.exact import fixed_point
 from valueformer.solvers.iteration import MAX_LAYERS, TOLERANCE, Path, iterate
-from valueformer.solvers.solution import Solution, StepSize
+from valueformer.solvers.solution import Solution, StepSchedule, StepSize
 from valueformer.transitions import Transitions
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Context",
     "Path",
     "Solution",
+    "StepSchedule",
     "StepSize",
     "distinct_states",
     "evaluate_kernel_sum",

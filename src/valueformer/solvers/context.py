@@ -60,10 +60,31 @@ class Context:
         if weights is None:
             weights = np.ones((1, len(data))) if data.sample_weight is None else data.sample_weight[None]
         self.weight: Float[Tensor, "b n"] = torch.tensor(weights, dtype=dtype, device=device)
-        self._share = (weight := self.weight.double()) / weight.sum(-1, keepdim=True)  # (b, n)
+        self._share = _share(self.weight)
         self.successor: Int[Tensor, " n"] = torch.tensor(successor, device=device)
         _check_memory(len(self.kernels), len(data) + len(extra), len(data), dtype, torch.device(device))
         self.matrix: Float[Tensor, "h u n"] = self._matrices(views, extra)
+
+    @classmethod
+    def of_tasks(
+        cls,
+        kernels: Sequence[Kernel],
+        matrix: Float[Tensor, "h u n"],
+        *,
+        rewards: Float[Tensor, "h b n"],
+        discount: Float[Tensor, "h 1 n"],
+        weight: Float[Tensor, "h b n"],
+    ) -> Context:
+        """Return several contexts of one length as heads side by side, each with its own rewards, discounts and weights.
+
+        ``matrix``: rows are the n states and then the n next states; it may carry gradients, and so may what is computed.
+        """
+        self = cls.__new__(cls)
+        self.kernels, self.matrix = tuple(kernels), matrix
+        self.rewards, self.discount, self.weight, self._share = rewards, discount, weight, _share(weight)
+        n = rewards.shape[-1]
+        self.successor = torch.arange(n, 2 * n, device=matrix.device)
+        return self
 
     def _matrices(self, views: Sequence[Transitions], extra: NDArray[np.int64]) -> Float[Tensor, "h u n"]:
         groups: dict[int, list[int]] = {}  # heads that see the same states share their distances
@@ -125,14 +146,16 @@ class Context:
 
     def _lambda_max_bound(self, h: int) -> Float[Tensor, " b"]:
         K = self.matrix[h, : len(self)]  # (n, n)
+        weight = self.weight if self.weight.ndim == 2 else self.weight[h]  # (b, n)
         if not self.kernels[h].nonnegative:
-            weighted = [K * column for column in self.weight]
+            weighted = [K * column for column in weight]
             return torch.stack([torch.minimum(A.abs().sum(1).max(), torch.linalg.matrix_norm(A)) for A in weighted])
-        v, bound = torch.ones_like(self.rewards), torch.full_like(self.rewards[:, 0], math.inf)  # (b, n), (b,)
+        v, bound = torch.ones_like(weight), torch.full_like(weight[:, 0], math.inf)  # (b, n), (b,)
         for _ in range(_POWER_ITERATIONS):
-            image = (self.weight * v) @ K.mT
+            image = (weight * v) @ K.mT
             bound = torch.minimum(bound, (image / v).amax(-1))
-            v = (image / image.amax(-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)).clamp_min(1e-6)
+            with torch.no_grad():  # any v > 0 gives a bound, so only the last product needs a gradient
+                v = (image / image.amax(-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)).clamp_min(1e-6)
         return bound
 
     def sigma_max(self) -> Float[Tensor, "h b"]:
@@ -143,12 +166,12 @@ class Context:
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(len(self), generator=generator, dtype=torch.float64).to(self.rewards)
         v = start.expand(len(self.kernels), 1, -1)  # (h, 1, n)
-        first, v = self._power(v, self.weight[:1], _POWER_ITERATIONS)
-        if len(self.weight) == 1:
+        first, v = self._power(v, self.weight[..., :1, :], _POWER_ITERATIONS)
+        if self.weight.shape[-2] == 1:
             return first
-        others = self.weight[1:]
+        others = self.weight[..., 1:, :]
         v = v + 0.1 * torch.linalg.vector_norm(v, dim=-1, keepdim=True) * start / torch.linalg.vector_norm(start)
-        rest, _ = self._power(v.expand(-1, len(others), -1), others, _WARM_ITERATIONS)
+        rest, _ = self._power(v.expand(-1, others.shape[-2], -1), others, _WARM_ITERATIONS)
         return torch.cat([first, rest], dim=1)
 
     def _power(self, v: Float[Tensor, "h b n"], weight: Float[Tensor, "b n"], count: int) -> tuple[Tensor, Tensor]:
@@ -158,7 +181,8 @@ class Context:
             v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
             image = weight * self.apply(v)
             sigma = torch.linalg.vector_norm(image, dim=-1)
-            v = self.apply_transpose(weight * image)
+            with torch.no_grad():  # sigma is stationary in v: its gradient is that of |W M v| at a fixed v
+                v = self.apply_transpose(weight * image)
         return sigma, v
 
     def choose_step(self, rule: Literal["safe", "fast"], ridge: float) -> Float[Tensor, "h b"]:
@@ -173,7 +197,12 @@ class Context:
             norm = self.sigma_max().double() + ridge
         else:
             raise InputError("step_size", "'safe', 'fast', a number or a sequence of numbers", repr(rule))
-        return torch.where(norm > 0, 1.0 / norm, 1.0)  # a zero operator (constant states, linear kernel) moves nothing
+        return 1.0 / torch.where(norm > 0, norm, 1.0)  # a zero operator (constant states, linear kernel) moves nothing
+
+
+def _share(weight: Tensor) -> Tensor:
+    """Return weights with sum one, in float64."""
+    return (double := weight.double()) / double.sum(-1, keepdim=True)
 
 
 def distinct_rows(data: Transitions, gamma: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

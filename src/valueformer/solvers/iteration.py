@@ -12,9 +12,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from valueformer.arguments import check_ridge, check_steps
+from valueformer.errors import InputError
 from valueformer.results import Status
 from valueformer.solvers.context import Context
-from valueformer.solvers.solution import Solution, StepSize
+from valueformer.solvers.solution import Solution, StepSchedule, StepSize
 
 __all__ = ["GUARD", "MAX_LAYERS", "TOLERANCE", "Path", "iterate"]
 
@@ -130,21 +131,19 @@ def iterate(
     go back to the best iterate and halve the step. A layer spent that way counts, and the result is the best iterate.
     ``num_layers="auto"``: until all have converged, as measured against ``reward_square``, the mean squared reward (None: the
     context's). Without a guard what overflows stays at its last finite layer; ``record`` keeps every layer's coefficients.
+    A :class:`StepSchedule` runs all its layers, unless ``"auto"`` ends it sooner.
     """
     check_ridge(ridge)
-    heads, columns = len(context.kernels), len(context.rewards)
-    if isinstance(step_size, str):
-        step = context.choose_step(step_size, ridge)  # (h, b)
-        schedule = [1.0] * (MAX_LAYERS if num_layers == "auto" else check_layers(num_layers))
-    else:
-        step = context.rewards.new_ones(heads, columns, dtype=torch.float64)
-        schedule = check_steps(step_size, MAX_LAYERS if num_layers == "auto" else num_layers)
+    heads, columns = len(context.kernels), context.rewards.shape[-2]
+    unit, schedule = _schedule(step_size, num_layers, heads)
+    plain = context.rewards.new_ones(heads, columns, dtype=torch.float64)
+    step = plain if unit == "plain" else context.choose_step(unit, ridge)  # (h, b)
     r, weight = context.rewards.expand(heads, -1, -1), context.weight  # (h, b, n), (b, n)
-    plain = bool((weight == 1).all())
+    alike = bool((weight == 1).all())
     leak = ridge / torch.where(weight > 0, weight, 1.0)  # a_j stays 0 where the weight is 0
     a, td = torch.zeros_like(r), r
     error = td  # what the iteration drives to zero: the TD error, less ridge a / w
-    size = initial = best_size = context.mean_square(error)  # (h, b)
+    size = initial = best_size = context.mean_square(error.detach())  # (h, b)
     best, length = (a, td, error), torch.zeros_like(size, dtype=torch.int64)
     rewinds, overflowed = torch.zeros_like(length), torch.zeros_like(size, dtype=torch.bool)
     limit = TOLERANCE**2 * (context.reward_square if reward_square is None else reward_square)  # (b,) or a number
@@ -153,11 +152,11 @@ def iterate(
     for layer, factor in enumerate(schedule, start=1):
         previous = (a, td, error)
         taken = step * factor  # (h, b)
-        change = taken[..., None].to(r) * (error if plain else weight * error)
+        change = taken[..., None].to(r) * (error if alike else weight * error)
         a = a + change
         td = r - context.apply(a)
         error = td - leak * a if ridge else td
-        new = context.mean_square(error)
+        new = context.mean_square(error.detach())
         back = ~(new <= GUARD**2 * best_size) if guard else ~new.isfinite()
         turned = bool(back.any())
         if turned:
@@ -181,7 +180,7 @@ def iterate(
             best = _where(better, (a, td, error), best)
             best_size, length = torch.where(better, size, best_size), torch.where(better, layer, length)
         path.append(taken)
-        errors.append(context.mean_square(td) if ridge else size)
+        errors.append(context.mean_square(td.detach()) if ridge else size)
         trace.append(td[:, 0])
         if record:
             history.append(a)
@@ -218,6 +217,21 @@ def iterate(
         overflowed=overflowed,
         history=None if not record else torch.stack(history) if history else r.new_zeros(0, *r.shape),
     )
+
+
+def _schedule(
+    step_size: StepSize, num_layers: int | Literal["auto"], heads: int
+) -> tuple[Literal["plain", "safe", "fast"], Sequence[float] | Tensor]:
+    """Return the unit of the steps and a factor per layer: a number, or ``(1 | h, 1)``."""
+    layers = MAX_LAYERS if num_layers == "auto" else num_layers
+    if isinstance(step_size, str):
+        return step_size, [1.0] * check_layers(layers)
+    if not isinstance(step_size, StepSchedule):
+        return "plain", check_steps(step_size, layers)
+    shape = (len(step_size), step_size.width)
+    if num_layers not in ("auto", shape[0]) or shape[1] not in (1, heads):
+        raise InputError("step_size", f"{num_layers} rows of 1 or {heads} factors", f"{shape[0]} rows of {shape[1]}")
+    return step_size.unit, step_size.rows().double()
 
 
 def check_layers(num_layers: Any) -> int:
