@@ -64,7 +64,7 @@ class Problem:
         w = 1.0 - self.data.discount(self.gamma)  # (n,)
         rewards = self.rewards - w * columns.levels[:, None]  # (b, n): what the level leaves unexplained
         square = float(np.average(np.square(self.rewards), weights=columns.weights[0]))
-        paths = []
+        paths, step = [], self.step_size
         for start, group in self._groups(heads, dtype):
             context = Context(
                 [head.kernel for head in group],
@@ -81,9 +81,7 @@ class Problem:
             else:
                 path = iterate(
                     context,
-                    step_size=step.of_heads(start, start + len(group))
-                    if isinstance(step := self.step_size, StepSchedule)
-                    else step,
+                    step_size=step.of_heads(start, start + len(group)) if isinstance(step, StepSchedule) else step,
                     num_layers=self.num_layers,
                     ridge=self.ridge,
                     guard=self.guard,

@@ -48,7 +48,7 @@ def gate(td: Float[Tensor, "n h"], weight: Float[Tensor, " n"] | None, mix: Mix)
     gram = scaled.mT @ (share[:, None] * scaled)  # (h, h)
     errors = gram.diagonal()
     best = errors.min()
-    if float(best) <= _EXACT:  # those heads share alike
+    if float(best.detach()) <= _EXACT:  # those heads share alike
         exact = errors <= _EXACT
         return exact.double() / exact.sum()
     logits = torch.zeros_like(errors)
