@@ -1,4 +1,4 @@
-"""The command line: ``valueformer evaluate | diagnose | inspect | collect | convert | samples | weights | bench``.
+"""The command line: ``valueformer evaluate | diagnose | inspect | collect | convert | samples | weights | pretrain | bench``.
 
 Exit 0: done. Exit 1: a result whose status is diverged or singular. Exit 2: bad usage or input, in one line on stderr.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from valueformer.cli import bench, data, values
+from valueformer.cli import bench, data, pretraining, values
 from valueformer.errors import InputError, MissingExtraError
 
 __all__ = ["app", "main"]
@@ -23,7 +23,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (values.evaluate, values.diagnose, data.inspect, data.collect, data.convert, data.samples, data.weights):
+for command in (
+    values.evaluate,
+    values.diagnose,
+    data.inspect,
+    data.collect,
+    data.convert,
+    data.samples,
+    data.weights,
+    pretraining.pretrain,
+):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

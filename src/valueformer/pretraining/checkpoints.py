@@ -53,7 +53,9 @@ class Checkpoint:
                 raise InputError(str(path), "a checkpoint of this configuration", "one of another", "choose another --out")
             return cls(tensors, json.loads(document["state"]))
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise InputError(str(path), "a readable checkpoint", str(error).splitlines()[0], "remove it to start anew") from None
+            raise InputError(
+                str(path), "a readable checkpoint", str(error).splitlines()[0], "remove it to start anew"
+            ) from None
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -163,7 +163,9 @@ class PretrainConfig:
             raise InputError("pretraining configuration", "a JSON object", type(config).__name__)
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := set(config) - known:
-            raise InputError("pretraining configuration", f"fields among {', '.join(sorted(known))}", ", ".join(sorted(unknown)))
+            raise InputError(
+                "pretraining configuration", f"fields among {', '.join(sorted(known))}", ", ".join(sorted(unknown))
+            )
         fields = dict(config)
         if isinstance(fields.get("heads"), list):
             fields["heads"] = tuple(head_from_config(h) for h in fields["heads"])

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,7 +200,10 @@ class Training:
     def _kernel_batch(self, rngs: list[np.random.Generator], source: Any) -> KernelBatch:
         c = self.config
         tasks = [source.draw(rng, c.context_length, c.queries, c.gamma) for rng in rngs]
-        return _to(KernelBatch.of(tasks, c.heads, c.gamma, isinstance(self.learner, KernelTD) and self.learner.gated, self.dtype), self.device)
+        return _to(
+            KernelBatch.of(tasks, c.heads, c.gamma, isinstance(self.learner, KernelTD) and self.learner.gated, self.dtype),
+            self.device,
+        )
 
     def _windows(self, step: int) -> WindowBatch:
         """Return the windows of one walk on each model's task; walks of many tasks are drawn at once."""
@@ -297,7 +299,9 @@ class Training:
             self.history, self.skipped = list(state["history"]), list(state["skipped"])
             self._since, self.best_row = list(state["since"]), state["best_row"]
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise InputError("checkpoint", "all parts of a run", str(error).splitlines()[0], "remove it to start anew") from None
+            raise InputError(
+                "checkpoint", "all parts of a run", str(error).splitlines()[0], "remove it to start anew"
+            ) from None
 
     def chosen(self) -> KernelTD | MatrixTransformer:
         """Return the model that validation chose, or the last one where there is no validation."""
