@@ -44,7 +44,7 @@ def _lead(result: Mapping[str, Any]) -> str:
             f"After {result['updates']} updates the trained transformer's implicit weights and TD's have cosine {_with(one)}."
         )
     last = result["history"][-1]["held_out_tdc"] if result["history"] else None
-    return f"After {result['updates']} updates; held-out TD error is {number(last)} of the best constant's on validation tasks."
+    return f"{result['updates']} updates; held-out TD error is {number(last)} of the best constant's on validation tasks."
 
 
 def _with(interval: Mapping[str, Any]) -> str:

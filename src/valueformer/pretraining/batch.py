@@ -30,7 +30,9 @@ class Targets:
     values: Float[Tensor, "*t q"]
     returns: Float[Tensor, "*t q"]
     constant: Float[Tensor, "*t"]
-    """Mean squared TD error of the best constant V; 1 where a loss is not normalised."""
+    """Mean squared TD error of the best constant V."""
+    scale: Float[Tensor, "*t"]
+    """The same over context and queries together: what a normalised loss is divided by, since rewards may be rare."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,8 @@ class KernelBatch:
         width = max(task.context.obs_dim for task in tasks)
         number = np.dtype(str(dtype).removeprefix("torch."))
         views: dict[ScalerKind, tuple[Tensor, Tensor, Tensor]] = {}
-        for kind in dict.fromkeys(head.scaler for head in heads):
+        kinds: list[ScalerKind] = list(dict.fromkeys(head.scaler for head in heads))
+        for kind in kinds:
             stationary = all(head.kernel.stationary for head in heads if head.scaler == kind)
             parts: list[list[Tensor]] = [[], [], []]
             for task in tasks:
@@ -74,6 +77,7 @@ class KernelBatch:
             values=stacked([task.values / c.unit for task, c in zip(tasks, columns, strict=True)]),
             returns=stacked([task.returns / c.unit for task, c in zip(tasks, columns, strict=True)]),
             constant=stacked([np.array(c.constant) for c in columns]),
+            scale=stacked([np.array(c.scale) for c in columns]),
         )
         return cls(
             views=views,
@@ -94,6 +98,7 @@ class _TaskColumns:
     level: float
     fold: np.ndarray
     constant: float
+    scale: float
 
 
 def _columns(task: Task, gamma: float, mixes: bool) -> _TaskColumns:
@@ -107,9 +112,14 @@ def _columns(task: Task, gamma: float, mixes: bool) -> _TaskColumns:
     columns = Columns.of(weights, rewards, discount, "context")
     left = rewards - (1.0 - discount) * columns.levels[:, None]
     asked, ahead = task.queries.rewards.astype(np.float64) / unit, task.queries.discount(gamma)
-    constant = float(np.mean(np.square(asked - (1.0 - ahead) * best_constant(asked, ahead))))
-    floor = 1e-6 * float(np.mean(np.square(asked)))
-    return _TaskColumns(unit, left, weights, float(columns.levels[0]), fold, max(constant, floor) or 1.0)
+    both = _constant(np.concatenate([rewards, asked]), np.concatenate([discount, ahead]))
+    return _TaskColumns(unit, left, weights, float(columns.levels[0]), fold, _constant(asked, ahead), both)
+
+
+def _constant(rewards: np.ndarray, discount: np.ndarray) -> float:
+    """Return the mean squared TD error of the best constant; where that is exact, something to divide by."""
+    error = float(np.mean(np.square(rewards - (1.0 - discount) * best_constant(rewards, discount))))
+    return max(error, 1e-6 * float(np.mean(np.square(rewards)))) or 1.0
 
 
 def _successors(data: Transitions) -> np.ndarray:
@@ -144,15 +154,19 @@ class WindowBatch:
 
         states, following = tensor(walks.states), tensor(walks.next_states)
         rewards, discounts = tensor(walks.rewards), tensor(walks.discounts)
+        asked = slice(n + GAP, n + GAP + windows)
+        constant = torch.tensor(
+            [_constant(*pair) for pair in zip(walks.rewards[:, walk], walks.discounts[:, walk], strict=True)]
+        )
         rows = torch.cat([states, discounts[..., None] * following, rewards[..., None]], dim=-1)  # (s, rows, c)
         contexts = rows.unfold(1, n, 1).mT[:, : windows + 1]  # (s, W + 1, n, c), a view
-        asked = slice(n + GAP, n + GAP + windows)
         targets = Targets(
             rewards=rewards[:, asked],
             discounts=discounts[:, asked],
             values=tensor(walks.values)[:, asked],
             returns=tensor(walks.returns)[:, asked],
-            constant=torch.ones(len(states), dtype=dtype),
+            constant=constant.to(dtype),
+            scale=constant.to(dtype),
         )
         return cls(contexts, second_moments(contexts), states[:, asked], following[:, asked], targets)
 
@@ -162,7 +176,7 @@ class WindowBatch:
         start, stop = rank * count // world, (rank + 1) * count // world
         own = slice(start, stop)
         t = self.targets
-        targets = Targets(t.rewards[:, own], t.discounts[:, own], t.values[:, own], t.returns[:, own], t.constant)
+        targets = Targets(t.rewards[:, own], t.discounts[:, own], t.values[:, own], t.returns[:, own], t.constant, t.scale)
         windows = slice(start, stop + 1)
         return WindowBatch(
             self.contexts[:, windows], self.moments[:, windows], self.queries[:, own], self.successors[:, own], targets

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import numbers
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -52,17 +51,18 @@ class PretrainConfig:
     **Model "matrices"**: unconstrained key-query and value matrices on the prompt of Wang et al. (2025).
 
     - ``activation``; ``tied``: one set of matrices for all layers ("auto" there) or one per layer ("sequential").
+    - ``gain``: of the Glorot normal law that matrices start from (divided by L where layers are not tied).
     - ``factored``: train K and Q rather than their product. ``models``: so many seeds are trained side by side.
     - ``windows``: predictions per update along a sliding window; ``updates_per_task``: updates before the next task.
 
     **Loss**, over held-out queries of the same task: "td" (detached target), "residual" (gradient through the target), "value"
     (against the exact V, where it is known), "monte-carlo" (against returns, where they are known).
 
-    - ``normalise``: divide each task's loss by that of the best constant, so that no domain's reward scale rules.
+    - ``normalise``: divide each task's loss by the best constant's over context and queries, so that no reward scale rules.
     - ``tasks_per_update``, ``queries``: tasks in a batch and held-out transitions per task (model "kernel").
 
-    **Optimisation**: Adam with ``learning_rate`` and ``weight_decay``; gradients longer than ``clip_norm`` are shortened (0: never); an
-    update whose gradient is not finite is skipped and counted.
+    **Optimisation**: Adam with ``learning_rate`` and ``weight_decay``; gradients longer than ``clip_norm`` are shortened (0:
+    never); an update whose gradient is not finite is skipped and counted.
 
     - ``updates``: how many. ``seed``: of everything random. ``dtype``: of the computation.
     - ``validate_every``, ``validation_tasks``, ``patience``: how often to validate, on how many tasks, and after how many
@@ -89,6 +89,7 @@ class PretrainConfig:
     activation: Activation = "linear"
     tied: bool = True
     factored: bool = False
+    gain: float = 0.1
     models: int = 1
     windows: int = 64
     updates_per_task: int = 1
@@ -126,21 +127,22 @@ class PretrainConfig:
         for what in self.train:
             _one_of("train", what, get_args(Trained))
         for name, least in (
-            ("context_length", 2), ("num_layers", 1), ("metric_rank", 0), ("models", 1), ("windows", 1), ("updates_per_task", 1),
-            ("tasks_per_update", 1), ("queries", 1), ("updates", 1), ("seed", 0), ("validate_every", 1), ("validation_tasks", 1),
-            ("patience", 0), ("checkpoint_every", 1),
+            ("context_length", 2), ("num_layers", 1), ("metric_rank", 0), ("models", 1), ("windows", 1),
+            ("updates_per_task", 1), ("tasks_per_update", 1), ("queries", 1), ("updates", 1), ("seed", 0),
+            ("validate_every", 1), ("validation_tasks", 1), ("patience", 0), ("checkpoint_every", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
                 raise InputError(name, f"a whole number >= {least}", repr(value))
         for name, least in (
-            ("step_bound", 0.0), ("learning_rate", 0.0), ("temperature_range", 1.0), ("weight_decay", -1e-300), ("clip_norm", -1e-300),
+            ("step_bound", 0.0), ("gain", 0.0), ("learning_rate", 0.0), ("temperature_range", 1.0),
+            ("weight_decay", -1e-300), ("clip_norm", -1e-300),
         ):  # fmt: skip
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < math.inf:
                 raise InputError(name, f"a finite number {'>= 0' if least < 0 else f'> {least:g}'}", repr(value))
         start = self.step_start
-        if len(start) != 2 or not all(isinstance(x, numbers.Real) for x in start) or not 0 < start[0] <= start[1] < math.inf:
+        if len(start) != 2 or not all(isinstance(x, (int, float)) for x in start) or not 0 < start[0] <= start[1] < math.inf:
             raise InputError("step_start", "two numbers, 0 < low <= high", repr(start))
         if self.step_unit != "plain" and not start[1] < self.step_bound:
             raise InputError("step_start", f"below the bound {self.step_bound:g}", str(start[1]), "raise step_bound")

@@ -1,4 +1,4 @@
-"""Does TD emerge in attention that nobody told about it? How alike a trained transformer and batch TD are (Wang et al. 2025)."""
+"""Does TD emerge in attention that was not told of it? How alike a trained transformer and batch TD are (Wang et al. 2025)."""
 
 from __future__ import annotations
 
@@ -83,4 +83,5 @@ def _stationary(P: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the distribution d with ``d P = d``."""
     size = len(P)
     system = np.vstack([np.eye(size) - P.T, np.ones(size)])
-    return np.linalg.lstsq(system, np.append(np.zeros(size), 1.0), rcond=None)[0]
+    found: NDArray[np.float64] = np.linalg.lstsq(system, np.append(np.zeros(size), 1.0), rcond=None)[0].astype(float)
+    return found

@@ -39,6 +39,6 @@ def loss(
             raise InputError(f"loss '{kind}'", what, "none in this batch", "use --loss td")
         error = torch.where(known, torch.where(known, truth, v.detach()) - v, 0.0)
         square = error.square().sum(-1) / known.sum(-1).clamp_min(1)
-        return square / targets.constant if normalise else square
+        return square / targets.scale if normalise else square
     square = error.square().mean(-1)
-    return square / targets.constant if normalise else square
+    return square / targets.scale if normalise else square

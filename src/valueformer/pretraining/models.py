@@ -40,10 +40,8 @@ class KernelTD(nn.Module):
         rng = torch.Generator().manual_seed(config.seed)
         low, high = config.step_start
         start = low + (high - low) * torch.rand(config.num_layers, heads, generator=rng, dtype=torch.float64)
-        if config.step_unit == "plain":
-            raw = (start / config.context_length).log()
-        else:
-            raw = torch.logit(start / config.step_bound)
+        plain = config.step_unit == "plain"
+        raw = (start / config.context_length).log() if plain else torch.logit(start / config.step_bound)
         if "steps" not in config.train:
             raw = raw.new_zeros(raw.shape)  # of step 1, see steps()
         self._own("raw_steps", raw, "steps")
@@ -95,7 +93,7 @@ class KernelTD(nn.Module):
     def values(self, batch: KernelBatch, guard: bool | None = None) -> tuple[Float[Tensor, "B q"], Float[Tensor, "B q"]]:
         """Return V at the queries and at their successors, in units of each task's rewards; ``guard`` None: as configured."""
         matrix, asked = self._matrices(batch)  # (B, h, 2 n, n), (B, h, 2 q, n)
-        tasks, heads, _, n = matrix.shape
+        tasks, heads = matrix.shape[:2]
 
         def per_head(x: Tensor) -> Tensor:
             return x[:, None].expand(-1, heads, -1, -1).flatten(0, 1)  # (B h, c, n)
@@ -143,7 +141,7 @@ class KernelTD(nn.Module):
         return states * own if own.ndim == 1 else states @ own.mT
 
     def _weights(self, batch: KernelBatch, td: Float[Tensor, "B h c n"]) -> Float[Tensor, "B h1"]:
-        tasks, heads = td.shape[:2]
+        tasks = len(td)
         given = self.mixing()
         if given is not None:
             return given.expand(tasks, -1)
@@ -181,15 +179,15 @@ class KernelTD(nn.Module):
 class MatrixTransformer(nn.Module):
     """Attention without constraints on the prompt of Wang et al. (2025): ``Z <- Z + mean_j h(z_i^T Q^T K z_j) V z_j``.
 
-    ``value``: ``(s, l, c, c)``, and ``product`` = K^T Q, or ``key`` and ``query``, likewise, for s models side by side and one set of
-    matrices (tied, "auto" there) or L. Their P is ``value``, their Q is ``product``.
+    ``value``: ``(s, l, c, c)``, and ``product`` = K^T Q, or ``key`` and ``query``, likewise, for s models side by side and one
+    set of matrices (tied, "auto" there) or L. Their P is ``value``, their Q is ``product``.
     """
 
     def __init__(self, config: PretrainConfig, obs_dim: int) -> None:
         super().__init__()
         self.num_layers, self.activation = config.num_layers, config.activation
         width, sets = 2 * obs_dim + 1, 1 if config.tied else config.num_layers
-        gain = 0.1 if config.tied else 0.1 / config.num_layers
+        gain = config.gain if config.tied else config.gain / config.num_layers
         gains = {"value": gain, "product": gain}
         if config.factored:
             gains = {"value": gain, "key": math.sqrt(gain), "query": math.sqrt(gain)}
@@ -231,10 +229,10 @@ class MatrixTransformer(nn.Module):
         return self.transformer()(prompt).query_values
 
     def weights(self, moments: Float[Tensor, "s w c c"]) -> Float[Tensor, "s w d"]:
-        """Return the weights w of ``V(s) = <w, s>`` that linear attention computes from contexts' second moments, without tokens.
+        """Return the weights w of ``V(s) = <w, s>`` that linear attention computes from contexts' second moments alone.
 
         A layer multiplies every token by ``I + A``, ``A = Q^T S V^T``, S the mean of ``z z^T``; so it turns S into
-        ``(I + A)^T S (I + A)``, and a query ``[s; 0; 0]`` reads ``-V(s)`` in the last channel of ``[s; 0; 0] (I + A_1) .. (I + A_L)``.
+        ``(I + A)^T S (I + A)``, and ``-V(s)`` is the last channel of ``[s; 0; 0] (I + A_1) .. (I + A_L)``.
         """
         _, windows, width, _ = moments.shape
         layers, steps = self.layers(), []

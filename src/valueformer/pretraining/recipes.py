@@ -9,7 +9,7 @@ from valueformer.pretraining.config import PretrainConfig
 
 __all__ = ["RECIPES", "recipe"]
 
-# One domain, high noise, many goals: the paper's training tasks (P10, P11). Fifteen episodes of each goal are a context and more.
+# One domain, high noise, many goals: the paper's training tasks (P10, P11).
 PICK_PLACE = "metaworld:pick-place-v3?noise=high&goals=12&episodes=144&seed=100&max_steps=100"
 # Nothing of MetaWorld: what the checkpoint is chosen on must come from other domains (theory 7.7).
 ELSEWHERE = ("mrp:gp?dim=4&temperature=1", "mrp:gp?dim=2&temperature=0.3", "mrp:lq?dim=4", "mrp:boyan?dim=4")

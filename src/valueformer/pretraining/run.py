@@ -48,8 +48,8 @@ def pretrain(
 ) -> dict[str, Any]:
     """Pretrain by multi-task TD, and write the frozen weights to ``out/weights``.
 
-    ``resume``: go on from the last checkpoint in ``out``, or start where there is none; the result is that of a run which was never
-    stopped, to the bit on one thread. Under torchrun each process computes its share of every batch. Returns what
+    ``resume``: go on from the last checkpoint in ``out``, or start where there is none; the result is that of a run which was
+    never stopped, to the bit on one thread. Under torchrun each process computes its share of every batch. Returns what
     ``out/result.json`` holds. Raises InputError for a folder in use, or tasks that cannot be had.
     """
     folder = Path(out)
@@ -220,11 +220,12 @@ def _result(training: Training) -> dict[str, Any]:
     if isinstance(model, KernelTD):
         frozen = model.frozen()
         step: Any = frozen.step_size
+        heads: Any = frozen.kernel
         result["trained"] = {
             "step_unit": step.unit,
             "steps": step.factors,
-            "heads": [str(head) for head in frozen.kernel],
-            "temperatures": [getattr(head.kernel, "temperature", None) for head in frozen.kernel],
+            "heads": [str(head) for head in heads],
+            "temperatures": [getattr(head.kernel, "temperature", None) for head in heads],
             "mixing": None if isinstance(frozen.mix, str) else frozen.mix,
             "metric": frozen.metric,
         }

@@ -180,10 +180,10 @@ class Mixture(TaskDistribution):
         fields: dict[str, list[Any]] = {name: [None] * len(rngs) for name in Walks.__dataclass_fields__}
         for k in np.unique(chosen):
             own = np.flatnonzero(chosen == k)
-            drawn = self.parts[k].walks([rngs[i] for i in own], walks, rows, gamma)
+            drawn = self.parts[int(k)].walks([rngs[int(i)] for i in own], walks, rows, gamma)
             for name, column in fields.items():
                 for i, value in zip(own, getattr(drawn, name), strict=True):
-                    column[i] = value
+                    column[int(i)] = value
         if len({value.shape for value in fields["states"]}) > 1:
             raise InputError("tasks", "states of one dimension for model 'matrices'", "several", "leave some tasks out")
         return Walks(**{name: np.stack(column) for name, column in fields.items()})
@@ -234,7 +234,7 @@ def _finite_walks(chains: Sequence[FiniteMRP], rngs: Sequence[Generator], walks:
     return Walks(features[p, here], features[p, there], rewards[p, here], gamma * ~ended, values[p, here], unknown)
 
 
-# -- specifications -------------------------------------------------------------------------------------------------------------
+# -- specifications ------------------------------------------------------------------------------------------------------
 
 _PROCESSES: dict[str, Callable[..., RewardProcess]] = {
     "boyan": mrp.boyan_chain,
@@ -248,7 +248,7 @@ def parse(specifications: Sequence[str]) -> TaskDistribution:
     """Return the distribution behind specifications; several are a mixture, of equal shares or as a leading ``2*`` says.
 
     ``mrp:boyan``, ``mrp:loop`` (Wang et al. 2025), ``mrp:gp`` (a value drawn from an RBF Gaussian process on random linear
-    dynamics) and ``mrp:lq`` (linear-quadratic), with options as in ``mrp:boyan?states=10&dim=4``; ``length`` is their episodes'.
+    dynamics) and ``mrp:lq`` (linear-quadratic), with options as in ``mrp:boyan?states=10&dim=4``; ``length``: of their episodes.
     Anything else is read by :func:`valueformer.load`: files, ``sample:..``, ``minari:..``, ``gymnasium:..``, and
     ``metaworld:TASK?noise=high&goals=10&episodes=100``, each of whose goals is a task. Raises InputError.
     """

@@ -1,4 +1,4 @@
-"""The loop: draw tasks, take the gradient of their loss, validate elsewhere, checkpoint, and stop or go on as if never stopped."""
+"""The loop: draw tasks, take the gradient of their loss, validate elsewhere, checkpoint, go on as if never stopped."""
 
 from __future__ import annotations
 
@@ -200,10 +200,8 @@ class Training:
     def _kernel_batch(self, rngs: list[np.random.Generator], source: Any) -> KernelBatch:
         c = self.config
         tasks = [source.draw(rng, c.context_length, c.queries, c.gamma) for rng in rngs]
-        return _to(
-            KernelBatch.of(tasks, c.heads, c.gamma, isinstance(self.learner, KernelTD) and self.learner.gated, self.dtype),
-            self.device,
-        )
+        gated = isinstance(self.learner, KernelTD) and self.learner.gated
+        return _to(KernelBatch.of(tasks, c.heads, c.gamma, gated, self.dtype), self.device)
 
     def _windows(self, step: int) -> WindowBatch:
         """Return the windows of one walk on each model's task; walks of many tasks are drawn at once."""
@@ -258,13 +256,9 @@ class Training:
         batch = self._held_out
         if c.model == "kernel":
             v, v_next = self.learner.values(batch, guard=True)  # type: ignore[call-arg]
-            constant = batch.targets.constant
         else:
             v, v_next = self.learner.values(batch)
-            r, w = batch.targets.rewards, 1.0 - batch.targets.discounts
-            level = (r * w).sum(-1, keepdim=True) / w.square().sum(-1, keepdim=True)
-            constant = (r - w * level).square().mean(-1)
-        ratio = td_errors(v, v_next, batch.targets).square().mean(-1) / constant
+        ratio = td_errors(v, v_next, batch.targets).square().mean(-1) / batch.targets.constant
         return float(torch.nan_to_num(ratio, _WORST, _WORST).clamp_max(_WORST).mean())
 
     # -- files --------------------------------------------------------------------------------------------------------------
