@@ -22,7 +22,7 @@ from valueformer.metrics import held_out_metrics
 from valueformer.mixing import fold_of_rows
 from valueformer.parameters import LARGEST_REWARD, check_parameters
 from valueformer.prompt import Layout
-from valueformer.solvers import StepSize, distinct_states
+from valueformer.solvers import StepSchedule, StepSize, distinct_states
 from valueformer.storage import bundled, bundled_heads
 from valueformer.support import QueryCheck, Support, excess, value_range
 from valueformer.transitions import Transitions
@@ -162,6 +162,9 @@ class ValueFormer(InContextModel):
             raise InputError("data", "vf.Transitions", type(data).__name__, "load it first: vf.load(data)")
         self.asked_ = self.get_params(deep=False)
         self.heads_ = self._heads()
+        if isinstance(self.step_size, StepSchedule) and self.step_size.width not in (1, len(self.heads_)):
+            width = str(self.step_size.width)
+            raise InputError("step_size", f"rows of 1 or {len(self.heads_)} factors, one per head", width)
         self.n_features_in_ = data.obs_dim
         if self.metric is not None and (width := np.asarray(self.metric).shape[-1]) != data.obs_dim:
             raise InputError("metric", f"weights of {data.obs_dim} coordinates, as in the context", str(width))

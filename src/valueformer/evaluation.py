@@ -20,6 +20,7 @@ from valueformer.estimator import DivergenceWarning, ValueFormer
 from valueformer.intervals import initial_value
 from valueformer.metrics import MAX_REMAINING, HeldOut, held_out_metrics
 from valueformer.results import Evaluation
+from valueformer.solvers import StepSchedule
 from valueformer.storage import bundled, bundled_heads
 from valueformer.transitions import Returns, Transitions
 from valueformer.trust import FAR_OUT, judge
@@ -173,13 +174,16 @@ def _level(values: NDArray[np.float64], returns: Returns) -> dict[str, Any]:
 def _kernel_name(model: ValueFormer) -> str:
     if isinstance(model.kernel, str):
         return model.kernel
-    known = next((name for name in bundled() if bundled_heads(name) == model.heads_), None)
+    trained = isinstance(model.step_size, StepSchedule)  # one kernel by name then says less than its heads
+    known = None if trained else next((name for name in bundled() if bundled_heads(name) == model.heads_), None)
     return known or ", ".join(str(head.kernel) for head in model.heads_)
 
 
 def _config(model: ValueFormer) -> dict[str, Any]:
     parameters = model.get_params(deep=False)
     parameters["kernel"] = [head.to_config() for head in model.heads_]
+    if isinstance(steps := model.step_size, StepSchedule):
+        parameters["step_size"] = {"unit": steps.unit, "factors": steps.rows()[..., 0].tolist()}
     versions = {"valueformer": __version__, "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"scikit-learn": sklearn.__version__, "python": platform.python_version()}
     return {"parameters": parameters, "versions": versions}

@@ -50,12 +50,27 @@ def load(
     _finish("bench load", result, out, json)
 
 
+@app.command("pretrain")
+def pretrain(
+    models: Annotated[int, typer.Option(help="Seeds trained side by side.", min=1)] = 30,
+    chains: Annotated[int, typer.Option(help="Timed chains per seed, five updates each.", min=2)] = 60,
+    out: Annotated[Path | None, typer.Option(help="File to store the JSON result in.")] = None,
+    json: Json = False,
+) -> None:
+    """Pretrain linear attention on Boyan chains (Wang et al.), against one prompt at a time; chains per second."""
+    from valueformer.bench.pretrain import run
+
+    result = with_progress("timing", lambda report: run(models, chains, progress=report))
+    _finish("bench pretrain", result, out, json)
+
+
 @app.command("transfer")
 def transfer(
     domains: Annotated[str, typer.Option(help="five, metaworld, gymnasium or all.")] = "five",
     weights: Annotated[list[str] | None, typer.Option(help="A frozen model: default, fast, or a folder; repeatable.")] = None,
     seeds: Annotated[int, typer.Option(help="Data seeds per domain.", min=1)] = 3,
     gamma: Annotated[float, typer.Option(help="Discount per step, in [0, 1].")] = 0.9,
+    unguarded: Annotated[bool, typer.Option("--unguarded", help="Each model also without its guard.")] = False,
     store: Annotated[
         Path | None, typer.Option(help="File of finished contexts, from which an interrupted run goes on.")
     ] = None,
@@ -73,13 +88,14 @@ def transfer(
         check_out(out, FILES)
     names = weights or ["default", "fast"]
     result = with_progress(
-        "evaluating", lambda report: run(domains, names, seeds=range(seeds), gamma=gamma, store=store, progress=report)
+        "evaluating",
+        lambda report: run(domains, names, seeds=range(seeds), gamma=gamma, unguarded=unguarded, store=store, progress=report),
     )
     files = {} if out is None else writing(f"--out {out}", "a folder that can be written to", lambda: write_report(result, out))
     if json:
         sys.stdout.write(to_json(result | {"files": files}))
         return
-    for name in names:
+    for name in result["summary"]:
         for part, numbers in result["summary"][name].items():
             flat = [(what, _shown(value)) for what, value in numbers.items() if what != "trust"]
             flat += [

@@ -43,7 +43,7 @@ class KernelTD(nn.Module):
         plain = config.step_unit == "plain"
         raw = (start / config.context_length).log() if plain else torch.logit(start / config.step_bound)
         if "steps" not in config.train:
-            raw = raw.new_zeros(raw.shape)  # of step 1, see steps()
+            raw = raw.new_zeros(raw.shape)  # step 1, or 1 / n: see schedule()
         self._own("raw_steps", raw, "steps")
         self._own("raw_temperatures", torch.zeros(heads, dtype=torch.float64), "temperatures")
         self._own("raw_mixing", torch.zeros(heads + 1, dtype=torch.float64), "mixing")
@@ -64,10 +64,11 @@ class KernelTD(nn.Module):
     def schedule(self) -> StepSchedule:
         """Return the steps, ``(L, h)``, in their unit."""
         raw = cast(Tensor, self.raw_steps)
+        plain = self.config.step_unit == "plain"
         if "steps" not in self.config.train:
-            factors = torch.ones_like(raw)
+            factors = torch.ones_like(raw) / (self.config.context_length if plain else 1)
         else:
-            factors = raw.exp() if self.config.step_unit == "plain" else self.config.step_bound * torch.sigmoid(raw)
+            factors = raw.exp() if plain else self.config.step_bound * torch.sigmoid(raw)
         return StepSchedule(self.config.step_unit, factors)
 
     def scales(self) -> Float[Tensor, " h"]:

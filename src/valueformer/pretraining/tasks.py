@@ -248,7 +248,7 @@ def parse(specifications: Sequence[str]) -> TaskDistribution:
     """Return the distribution behind specifications; several are a mixture, of equal shares or as a leading ``2*`` says.
 
     ``mrp:boyan``, ``mrp:loop`` (Wang et al. 2025), ``mrp:gp`` (a value drawn from an RBF Gaussian process on random linear
-    dynamics) and ``mrp:lq`` (linear-quadratic), with options as in ``mrp:boyan?states=10&dim=4``; ``length``: of their episodes.
+    dynamics) and ``mrp:lq`` (linear-quadratic), with options as in ``mrp:boyan?states=10&dim=4``; ``length``: episodes'.
     Anything else is read by :func:`valueformer.load`: files, ``sample:..``, ``minari:..``, ``gymnasium:..``, and
     ``metaworld:TASK?noise=high&goals=10&episodes=100``, each of whose goals is a task. Raises InputError.
     """

@@ -154,8 +154,7 @@ class Context:
         for _ in range(_POWER_ITERATIONS):
             image = (weight * v) @ K.mT
             bound = torch.minimum(bound, (image / v).amax(-1))
-            with torch.no_grad():  # any v > 0 gives a bound, so only the last product needs a gradient
-                v = (image / image.amax(-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)).clamp_min(1e-6)
+            v = (image / image.amax(-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)).clamp_min(1e-6)
         return bound
 
     def sigma_max(self) -> Float[Tensor, "h b"]:
