@@ -147,7 +147,8 @@ def test_the_windows_loss_is_wang_s_by_direct_loops(activation: str) -> None:
     else:
         v, v_next = model.values(batch)
     found = loss("td", v, v_next, batch.targets, False)
-    for i, (P, Q) in enumerate(zip(model.value[:, 0], model.product[:, 0], strict=True)):  # pyright: ignore[reportArgumentType]
+    matrices = [dict(model.named_parameters())[name][:, 0] for name in ("value", "product")]
+    for i, (P, Q) in enumerate(zip(*matrices, strict=True)):
         rows = {"s": walks.states[i, 0], "next": walks.next_states[i, 0], "r": walks.rewards[i, 0]}
         expected = wang_loss(P.detach().numpy(), Q.detach().numpy(), 3, rows, 12, 8, 0.9)
         assert float(found[i].detach()) == pytest.approx(expected, rel=1e-11)
@@ -411,7 +412,7 @@ def test_kills_never_leave_an_unreadable_checkpoint_and_lose_no_more_than_since_
     kills, out = (20 if FULL else 2), tmp_path / "run"
     config = dataclasses.replace(SMALL, updates=10_000, checkpoint_every=1)
     (tmp_path / "run.json").write_text(json.dumps(config.to_config()))
-    rng, done = np.random.default_rng(0), 0
+    rng, done, checkpoint = np.random.default_rng(0), 0, None
     for _ in range(kills):
         process = subprocess.Popen([sys.executable, "-c", _RUN, str(tmp_path), "run"])
         deadline = time.monotonic() + 60.0
@@ -427,6 +428,7 @@ def test_kills_never_leave_an_unreadable_checkpoint_and_lose_no_more_than_since_
         assert checkpoint is not None
         assert checkpoint.state["step"] > done  # the resumed run did not start anew
         done = checkpoint.state["step"]
+    assert checkpoint is not None
     straight = Training(config)
     straight.run(until=min(done, 40))
     if done <= 40:  # what the killed runs computed together is what one run computes

@@ -150,12 +150,15 @@ def _steps(result: Mapping[str, Any]) -> Any:
         "step": steps.ravel(),
         "head": [f"{i + 1}: {trained['heads'][i]}" for _ in steps for i in range(steps.shape[1])],
     }
-    legend = None if steps.shape[1] == 1 else alt.Legend(title=None, orient="bottom", columns=1, labelLimit=320)
     unit = {"plain": "step size", "safe": "step / safe step", "fast": "step / fast step"}[trained["step_unit"]]
+    legend = alt.Legend(title=None, orient="bottom", columns=1, labelLimit=320)
+    color: Any = alt.value(BLUE)
+    if steps.shape[1] > 1:
+        color = alt.Color("head:N", legend=legend, scale=alt.Scale(range=[BLUE, ORANGE, GREY, "#4c9f70", "#9c6ade", "#c4a000"]))
     chart = alt.Chart(pa.table(table)).encode(
         x=alt.X("layer:Q", title="layer"),
         y=alt.Y("step:Q", title=unit),
-        color=alt.Color("head:N", legend=legend, scale=alt.Scale(range=[BLUE, ORANGE, GREY, "#4c9f70", "#9c6ade", "#c4a000"])),
+        color=color,
         tooltip=["layer:Q", alt.Tooltip("step:Q", format=".3f"), "head:N"],
     )
     points = alt.layer(chart.mark_line(opacity=0.5), chart.mark_point(filled=True, size=28))

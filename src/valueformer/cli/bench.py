@@ -71,6 +71,7 @@ def transfer(
     seeds: Annotated[int, typer.Option(help="Data seeds per domain.", min=1)] = 3,
     gamma: Annotated[float, typer.Option(help="Discount per step, in [0, 1].")] = 0.9,
     unguarded: Annotated[bool, typer.Option("--unguarded", help="Each model also without its guard.")] = False,
+    verdicts: Annotated[bool, typer.Option(help="Cross-validate inside each context for the verdict: ten fits more.")] = True,
     store: Annotated[
         Path | None, typer.Option(help="File of finished contexts, from which an interrupted run goes on.")
     ] = None,
@@ -89,7 +90,16 @@ def transfer(
     names = weights or ["default", "fast"]
     result = with_progress(
         "evaluating",
-        lambda report: run(domains, names, seeds=range(seeds), gamma=gamma, unguarded=unguarded, store=store, progress=report),
+        lambda report: run(
+            domains,
+            names,
+            seeds=range(seeds),
+            gamma=gamma,
+            unguarded=unguarded,
+            verdicts=verdicts,
+            store=store,
+            progress=report,
+        ),
     )
     files = {} if out is None else writing(f"--out {out}", "a folder that can be written to", lambda: write_report(result, out))
     if json:

@@ -28,7 +28,7 @@ def pretrain(
     ] = None,
     validate: Annotated[list[str] | None, typer.Option(help="Tasks of other domains to choose the checkpoint by.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="boyan, metaworld-pick-place, pick-place-plain or pick-place-linear.")
+        str | None, typer.Option(help="boyan, boyan-sequential, metaworld-pick-place, pick-place-plain or pick-place-linear.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="JSON file of a PretrainConfig, such as a run's config.json.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
