@@ -158,7 +158,7 @@ def test_heads_run_one_after_the_other_where_memory_is_short(monkeypatch: pytest
 
 
 def test_the_default_model_is_in_the_package_and_never_changes() -> None:
-    assert bundled() == ["default", "fast"]
+    assert bundled() == ["default", "fast", "metaworld-pick-place"]
     before = {name: bundled_heads(name) for name in bundled()}
     assert [len(h) for h in before.values()] == [6, 2]
     data = several()

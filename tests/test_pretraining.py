@@ -556,6 +556,33 @@ def test_configurations_survive_json() -> None:
         PretrainConfig.from_config({})
 
 
+SAMPLES = [f"{task}-v3/{noise}" for task in ("plate-slide", "button-press") for noise in ("high", "medium", "low")]
+
+
+@pytest.mark.parametrize("sample", SAMPLES if FULL else SAMPLES[4:5])
+def test_weights_trained_on_pick_place_alone_serve_other_domains(sample: str) -> None:
+    model = vf.ValueFormer.from_pretrained("metaworld-pick-place", gamma=0.9)
+    result = vf.evaluate(vf.load(f"sample:{sample}"), model, intervals=False)
+    assert result.status != "diverged"
+    assert result.heldout.tdc is not None
+    assert result.heldout.td_ratio is not None
+    if sample.startswith("button"):
+        assert result.heldout.td_ratio <= 0.15
+        assert result.heldout.tdc <= 0.75
+    elif not sample.endswith("high"):
+        assert result.heldout.td_ratio <= 0.05
+    assert result.heldout.tdc < 1.0
+
+
+def test_trained_weights_are_more_than_their_heads() -> None:
+    with pytest.raises(vf.InputError, match="from_pretrained"):
+        vf.ValueFormer(kernel="metaworld-pick-place").fit(walk(0))
+    model = vf.ValueFormer.from_pretrained("metaworld-pick-place")
+    assert isinstance(model.step_size, StepSchedule)
+    assert np.ptp(model.step_size.rows()) > 0.5
+    assert float(model.step_size.rows().max()) < 2.0
+
+
 # -- what a pretrained model may set ----------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from valueformer.mixing import fold_of_rows
 from valueformer.parameters import LARGEST_REWARD, check_parameters
 from valueformer.prompt import Layout
 from valueformer.solvers import StepSchedule, StepSize, distinct_states
-from valueformer.storage import bundled, bundled_heads
+from valueformer.storage import bundled, bundled_heads, is_trained
 from valueformer.support import QueryCheck, Support, excess, value_range
 from valueformer.transitions import Transitions
 
@@ -195,6 +195,9 @@ class ValueFormer(InContextModel):
         if isinstance(self.kernel, (list, tuple)):
             return with_scaler(self.kernel, self.scaler)
         if isinstance(self.kernel, str) and self.kernel in bundled():
+            if is_trained(self.kernel):
+                mend = f"ValueFormer.from_pretrained({self.kernel!r})"
+                raise InputError("kernel", "a model of heads alone", f"{self.kernel!r}, which has trained steps too", mend)
             return with_scaler(bundled_heads(self.kernel), self.scaler)
         kernel = kernels.by_name(self.kernel) if isinstance(self.kernel, str) else self.kernel
         return (Head(cast(Kernel, kernel), self.scaler or "isotropic"),)

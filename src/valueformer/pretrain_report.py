@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from valueformer.page import BLUE, GREY, ORANGE, banner, heading, number
 __all__ = ["pretrain_chart", "summary_rows", "write_report"]
 
 _WIDTH, _HEIGHT = 330, 210
+_COLORS = [BLUE, ORANGE, GREY, "#4c9f70", "#9c6ade", "#c4a000"]
 _SIMILARITIES = {"implicit_weight_similarity": "implicit weights", "sensitivity_similarity": "sensitivity"}
 
 
@@ -57,8 +59,8 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what to know about a run, as names and texts."""
     config, history = result["config"], result["history"]
     rows = [
-        ("tasks", ", ".join(config["tasks"])),
-        ("validation", ", ".join(config["validation"]) or "fresh training tasks"),
+        ("tasks", _listed(config["tasks"])),
+        ("validation", _listed(config["validation"]) or "fresh training tasks"),
         ("updates", f"{result['updates']} of {config['updates']} ({result['stopped']}), {sum(result['skipped'])} skipped"),
         ("weights from update", str(result["chosen_step"])),
         ("seconds", f"{result['seconds']:.0f}"),
@@ -74,19 +76,24 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "steps" in trained:
         steps = np.array(trained["steps"])
         rows.append((f"steps ({trained['step_unit']})", f"{steps.min():.3g} to {steps.max():.3g}"))
-        rows.append(("heads", "; ".join(trained["heads"])))
+        rows.append(("heads", "; ".join(map(_short, trained["heads"]))))
     return rows
+
+
+def _listed(tasks: list[str]) -> str:
+    return ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
 
 
 def pretrain_chart(result: Mapping[str, Any]) -> Any:
     """Return loss and validation over updates, and what was learned: steps per layer, or the matrices P and Q."""
     panels = [_curves(result), _similarities(result) if "similarities" in result else _steps(result)]
-    rows: list[Any] = [alt.hconcat(*panels, spacing=40)]
+    rows: list[Any] = [alt.hconcat(*panels, spacing=40).resolve_scale(color="independent", strokeDash="independent")]
     if "P" in result["trained"]:
         rows.append(_matrix_panels(result))
     config = result["config"]
     what = f"{config['models']} models" if config["model"] == "matrices" else f"{config['num_layers']} layers"
-    title = banner("Pretraining by multi-task TD", f"{', '.join(config['tasks'])}; gamma = {config['gamma']:g}, {what}")
+    tasks = ", ".join(config["tasks"]) if len(config["tasks"]) < 3 else f"{len(config['tasks'])} task specifications"
+    title = banner("Pretraining by multi-task TD", f"{tasks}; gamma = {config['gamma']:g}, {what}")
     return (
         alt.vconcat(*rows, spacing=28, title=title, padding=14).resolve_scale(color="independent").configure_view(stroke=None)
     )
@@ -148,13 +155,14 @@ def _steps(result: Mapping[str, Any]) -> Any:
     table = {
         "layer": np.repeat(np.arange(1, len(steps) + 1), steps.shape[1]),
         "step": steps.ravel(),
-        "head": [f"{i + 1}: {trained['heads'][i]}" for _ in steps for i in range(steps.shape[1])],
+        "head": [f"{i + 1} {_short(trained['heads'][i])}" for _ in steps for i in range(steps.shape[1])],
     }
     unit = {"plain": "step size", "safe": "step / safe step", "fast": "step / fast step"}[trained["step_unit"]]
     legend = alt.Legend(title=None, orient="bottom", columns=1, labelLimit=320)
     color: Any = alt.value(BLUE)
     if steps.shape[1] > 1:
-        color = alt.Color("head:N", legend=legend, scale=alt.Scale(range=[BLUE, ORANGE, GREY, "#4c9f70", "#9c6ade", "#c4a000"]))
+        names = list(dict.fromkeys(table["head"]))
+        color = alt.Color("head:N", legend=legend, scale=alt.Scale(domain=names, range=_COLORS))
     chart = alt.Chart(pa.table(table)).encode(
         x=alt.X("layer:Q", title="layer"),
         y=alt.Y("step:Q", title=unit),
@@ -163,6 +171,11 @@ def _steps(result: Mapping[str, Any]) -> Any:
     )
     points = alt.layer(chart.mark_line(opacity=0.5), chart.mark_point(filled=True, size=28))
     return points.properties(width=_WIDTH, height=_HEIGHT, title=heading("Learned step of each layer"))
+
+
+def _short(head: str) -> str:
+    """Return a head's name with three digits of its temperature."""
+    return re.sub(r"\d+\.\d+", lambda match: f"{float(match[0]):.3g}", head)
 
 
 def _matrix_panels(result: Mapping[str, Any]) -> Any:

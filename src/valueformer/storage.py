@@ -30,7 +30,7 @@ from valueformer.results import Status, plain, to_json
 from valueformer.solvers import Solution, StepSchedule
 from valueformer.transitions import Transitions
 
-__all__ = ["WEIGHTS", "PersistentModel", "bundled", "bundled_heads"]
+__all__ = ["WEIGHTS", "PersistentModel", "bundled", "bundled_heads", "is_trained"]
 
 FORMAT = 1
 _NOT_FROZEN = ("gamma", "device", "random_state", "n_replicates")  # the user's question and machine, not the model
@@ -75,7 +75,7 @@ class PersistentModel(BaseEstimator, ABC):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **parameters: Any) -> Self:
-        """Return a frozen model: "default" or "fast" from the package, or the folder that :meth:`save_pretrained` wrote.
+        """Return a frozen model: one of the package by name, such as "default", or the folder that :meth:`save_pretrained` wrote.
 
         ``parameters`` (such as gamma) override or complete it. Raises InputError for what is neither.
         """
@@ -234,6 +234,12 @@ def bundled_heads(name: str) -> tuple[Head, ...]:
     """Return the heads of a frozen model in the package."""
     config, tensors = _read(WEIGHTS / name, "model.safetensors")
     return _decode_heads(config["parameters"]["kernel"], tensors["temperatures"])
+
+
+@lru_cache
+def is_trained(name: str) -> bool:
+    """Return whether a frozen model in the package has trained steps: it is more than its heads."""
+    return isinstance(_read(WEIGHTS / name, "model.safetensors")[0]["parameters"]["step_size"], dict)
 
 
 def _decode_heads(heads: list[dict[str, Any]], temperatures: NDArray[Any]) -> tuple[Head, ...]:

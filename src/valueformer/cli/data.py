@@ -147,14 +147,14 @@ def samples(json: Json = False) -> None:
 def weights(json: Json = False) -> None:
     """List the frozen models in the package, and their heads."""
     from valueformer.results import to_json
-    from valueformer.storage import WEIGHTS, bundled, bundled_heads
+    from valueformer.storage import WEIGHTS, bundled, bundled_heads, is_trained
 
     models = {name: [f"{head.kernel}, {head.scaler}" for head in bundled_heads(name)] for name in bundled()}
     if json:
         sys.stdout.write(to_json({"weights": models, "folder": str(WEIGHTS)}))
         return
-    table = Table("name", "heads, beside a constant", box=None)
+    table = Table("name", "heads, beside a constant", "trained", box=None)
     for name, heads in models.items():
-        table.add_row(name, Text("\n".join(heads)))
+        table.add_row(name, Text("\n".join(heads)), "steps, temperature" if is_trained(name) else "nothing")
     Console().print(table)
     typer.echo(f"\nThe model card lies beside them: {WEIGHTS / 'README.md'}")

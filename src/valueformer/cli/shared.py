@@ -25,7 +25,7 @@ Data = Annotated[
         help="A file, a folder, sample:NAME, minari:ID, or metaworld:TASK and gymnasium:ENV (collected on first use)."
     ),
 ]
-Model = Annotated[str, typer.Option(help="A frozen model: default, fast, or a folder.")]
+Model = Annotated[str, typer.Option(help="A frozen model: default, fast, metaworld-pick-place, or a folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 _GROUP = "How to read DATA"
