@@ -488,6 +488,14 @@ def test_the_matrices_command_draws_p_and_q(run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert "implicit weight similarity" in outcome.out
     assert load_file(out / "weights" / "model.safetensors")["P"].shape == (2, 1, 9, 9)
+    data = mrp.sample(mrp.boyan_chain(0), 1, 12)
+    prompt = vf.FeaturePrompt.from_transitions(data, data.observations[:3], gamma=0.9, dtype=torch.float32)
+    one, other = (vf.load_transformer(out / "weights", model=m)(prompt).query_values for m in (0, 1))
+    assert not torch.equal(one, other)
+    with pytest.raises(vf.InputError, match="a model 2"):
+        vf.load_transformer(out / "weights", model=2)
+    with pytest.raises(vf.InputError):
+        vf.load_transformer(tmp_path)
     assert '"text": "Q, of its largest entry"' in (out / "pretrain.html").read_text()
 
 
@@ -495,7 +503,7 @@ def test_the_matrices_command_draws_p_and_q(run, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ((), "tasks to train on, a --recipe or a --config"),
-        (("--recipe", "unknown"), "boyan, metaworld-pick-place"),
+        (("--recipe", "unknown"), "boyan, boyan-sequential"),
         (("--recipe", "boyan", "--config", "x.json"), "no --recipe beside it"),
         (("--config", "missing.json"), "missing.json: expected a JSON file"),
         (("--tasks", "mrp:boyan", "--gamma", "1.5"), "gamma: expected a number in [0, 1]"),
@@ -579,7 +587,7 @@ def test_trained_weights_are_more_than_their_heads() -> None:
         vf.ValueFormer(kernel="metaworld-pick-place").fit(walk(0))
     model = vf.ValueFormer.from_pretrained("metaworld-pick-place")
     assert isinstance(model.step_size, StepSchedule)
-    assert np.ptp(model.step_size.rows()) > 0.5
+    assert np.ptp(model.step_size.rows().numpy()) > 0.5
     assert float(model.step_size.rows().max()) < 2.0
 
 

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from valueformer.errors import InputError, MissingExtraError
     from valueformer.estimator import DivergenceWarning, ValueFormer, load_model
     from valueformer.evaluation import evaluate
+    from valueformer.feature_prompt import FeaturePrompt
     from valueformer.heads import Head
     from valueformer.inspection import DataReport
     from valueformer.metrics import HeldOut
+    from valueformer.pretraining.config import PretrainConfig
+    from valueformer.pretraining.run import load_transformer, pretrain
     from valueformer.prompt import Prompt
     from valueformer.results import Evaluation
-    from valueformer.solvers import Solution, solve
+    from valueformer.solvers import Solution, StepSchedule, solve
     from valueformer.sources import load
     from valueformer.support import QueryCheck
     from valueformer.transformer import Transformer, TransformerOutput
@@ -50,6 +53,11 @@ _HOMES = {
     "Head": "heads",
     "DataReport": "inspection",
     "HeldOut": "metrics",
+    "FeaturePrompt": "feature_prompt",
+    "PretrainConfig": "pretraining.config",
+    "load_transformer": "pretraining.run",
+    "pretrain": "pretraining.run",
+    "StepSchedule": "solvers",
     "Prompt": "prompt",
     "Evaluation": "results",
     "Solution": "solvers",
@@ -69,14 +77,17 @@ __all__ = [
     "Diagnosis",
     "DivergenceWarning",
     "Evaluation",
+    "FeaturePrompt",
     "Head",
     "HeldOut",
     "InputError",
     "MissingExtraError",
+    "PretrainConfig",
     "Prompt",
     "QueryCheck",
     "Returns",
     "Solution",
+    "StepSchedule",
     "Transformer",
     "TransformerOutput",
     "Transitions",
@@ -92,6 +103,8 @@ __all__ = [
     "kernels",
     "load",
     "load_model",
+    "load_transformer",
+    "pretrain",
     "solve",
 ]
 

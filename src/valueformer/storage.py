@@ -75,7 +75,7 @@ class PersistentModel(BaseEstimator, ABC):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **parameters: Any) -> Self:
-        """Return a frozen model: one of the package by name, such as "default", or the folder that :meth:`save_pretrained` wrote.
+        """Return a frozen model: of the package by name ("default"), or the folder that :meth:`save_pretrained` wrote.
 
         ``parameters`` (such as gamma) override or complete it. Raises InputError for what is neither.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,11 +18,11 @@ from valueformer.feature_prompt import FeaturePrompt
 from valueformer.kernels import AttentionKernel, ExpDot, HeadKernel, Kernel, Linear, ReLU, Softmax
 from valueformer.mixing import gate
 from valueformer.pretraining.batch import KernelBatch, WindowBatch, second_moments
-from valueformer.pretraining.config import PretrainConfig
+from valueformer.pretraining.config import Activation, PretrainConfig
 from valueformer.solvers import Context, StepSchedule, iterate
 from valueformer.transformer import AttentionBlock, Head, Transformer
 
-__all__ = ["KernelTD", "MatrixTransformer", "linear_td_weights"]
+__all__ = ["KernelTD", "MatrixTransformer", "linear_td_weights", "matrix_stack"]
 
 _METRIC_RANGE = math.log(4.0)
 
@@ -186,7 +187,8 @@ class MatrixTransformer(nn.Module):
 
     def __init__(self, config: PretrainConfig, obs_dim: int) -> None:
         super().__init__()
-        self.num_layers, self.activation = config.num_layers, config.activation
+        self.num_layers = config.num_layers
+        self.activation: Activation = config.activation
         width, sets = 2 * obs_dim + 1, 1 if config.tied else config.num_layers
         gain = config.gain if config.tied else config.gain / config.num_layers
         gains = {"value": gain, "product": gain}
@@ -254,19 +256,25 @@ class MatrixTransformer(nn.Module):
 
     def transformer(self, model: int | None = None) -> Transformer:
         """Return the literal stack of one model, or of all side by side, for prompts ``(s, w, ..)``."""
-        inner: dict[str, Kernel] = {"linear": Linear(), "relu": ReLU(), "exp": ExpDot(), "softmax": Softmax(ExpDot())}
-        heads = [Head(HeadKernel(1.0, (cast(AttentionKernel, inner[self.activation]),)), 0, False)]
-        blocks: dict[int, AttentionBlock] = {}
-        layers = []
-        for value, product in self.layers():
-            if id(product) not in blocks:
-                own = [m[:, None, None] if model is None else m[model][None] for m in (value, product)]
-                width = value.shape[-1]
-                eye = torch.eye(width, dtype=value.dtype)
-                key = eye.expand_as(own[1])
-                blocks[id(product)] = AttentionBlock(heads, key=key, query=own[1], value=own[0], residual=eye)
-            layers.append(blocks[id(product)])
-        return Transformer(layers, layout="feature", gamma=1.0)
+        if model is not None:
+            return matrix_stack([(value[model], product[model]) for value, product in self.layers()], self.activation)
+        return matrix_stack([(value[:, None], product[:, None]) for value, product in self.layers()], self.activation)
+
+
+def matrix_stack(layers: Sequence[tuple[Tensor, Tensor]], activation: Activation) -> Transformer:
+    """Return the attention stack of value and product matrices ``(*models, c, c)``, for a :class:`FeaturePrompt`."""
+    kernels: dict[Activation, AttentionKernel] = {
+        "linear": Linear(), "relu": ReLU(), "exp": ExpDot(), "softmax": Softmax(ExpDot()),
+    }  # fmt: skip
+    heads = [Head(HeadKernel(1.0, (kernels[activation],)), 0, False)]
+    blocks = []
+    for value, product in layers:
+        eye = torch.eye(value.shape[-1], dtype=value.dtype, device=value.device)
+        key = eye.expand_as(product)[..., None, :, :]  # the score is z_j^T (K^T Q) z_i: the product stands in for Q
+        blocks.append(
+            AttentionBlock(heads, key=key, query=product[..., None, :, :], value=value[..., None, :, :], residual=eye)
+        )
+    return Transformer(blocks, layout="feature", gamma=1.0)
 
 
 def linear_td_weights(moments: Float[Tensor, "s w c c"], step_size: Float[Tensor, " s"], layers: int) -> Float[Tensor, "s w d"]:

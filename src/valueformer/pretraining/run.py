@@ -18,19 +18,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from scipy import stats
 
 from valueformer.errors import InputError
 from valueformer.files import write_atomically, write_text
 from valueformer.pretraining.checkpoints import FILE, Checkpoint
 from valueformer.pretraining.config import PretrainConfig
-from valueformer.pretraining.models import KernelTD, MatrixTransformer
+from valueformer.pretraining.models import KernelTD, MatrixTransformer, matrix_stack
 from valueformer.pretraining.training import Row, Share, Training
 from valueformer.results import plain, to_json
+from valueformer.transformer import Transformer
 from valueformer.version import __version__
 
-__all__ = ["FILES", "pretrain", "stored_config"]
+__all__ = ["FILES", "load_transformer", "pretrain", "stored_config"]
 
 FILES = ("config.json", "log.csv", "result.json", "pretrain.png", "pretrain.html", FILE)
 SIMILARITIES = ("value_difference", "implicit_weight_similarity", "sensitivity_similarity")
@@ -90,6 +93,23 @@ def stored_config(folder: Path) -> PretrainConfig:
     if not (folder / "config.json").is_file():
         raise InputError(str(folder), "a folder with a pretraining run", "no config.json in it", "check the path")
     return PretrainConfig.read(folder / "config.json")
+
+
+def load_transformer(folder: str | Path, *, model: int = 0) -> Transformer:
+    """Return the literal attention stack of pretrained matrices, for a :class:`FeaturePrompt`; frozen.
+
+    ``folder``: the ``weights`` of a run of model "matrices"; ``model``: which of those trained side by side. Raises InputError.
+    """
+    path = Path(folder)
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        matrices = load_file(path / "model.safetensors")
+        P, Q = matrices["P"][model], matrices["Q"][model]  # (sets, c, c)
+        layers = [(P[min(i, len(P) - 1)], Q[min(i, len(Q) - 1)]) for i in range(int(config["num_layers"]))]
+        return matrix_stack(layers, config["activation"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError, SafetensorError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(str(folder), f"weights of model 'matrices' with a model {model}", reason) from None
 
 
 def _prepare(folder: Path, config: PretrainConfig, resume: bool) -> None:
