@@ -344,7 +344,7 @@ def test_every_loss_lowers_itself(kind: Any) -> None:
 @pytest.mark.parametrize("config", [SMALL, MATRICES], ids=["kernel", "matrices"])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(config: PretrainConfig, tmp_path: Path) -> None:
     running.pretrain(config, tmp_path / "whole", device="cpu")
-    running._prepare(tmp_path / "parts", config, False)
+    running._write_config(tmp_path / "parts", config)
     for until in (3, 7):  # neither is a multiple of any interval
         part = Training(config, checkpoint=Checkpoint.read(tmp_path / "parts", config))
         part.run(until=until)
@@ -516,6 +516,7 @@ def test_the_matrices_command_draws_p_and_q(run, tmp_path: Path) -> None:
         (("--tasks", "sample:plate-slide-v3/low", "--context", "5000"), "logs of at least 5200 transitions"),
         (("--tasks", "sample:plate-slide-v3/low", "--loss", "value", "--updates", "2"), "use --loss td"),
         (("--tasks", "mrp:boyan?dim=3", "--tasks", "mrp:boyan?dim=4", "--model", "matrices"), "states of one dimension"),
+        (("--tasks", "mrp:gp?dim=3", "--validate", "mrp:gp?dim=4", "--train", "metric"), "states of one dimension"),
     ],
 )
 def test_bad_options_are_one_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, message: str) -> None:
@@ -524,6 +525,8 @@ def test_bad_options_are_one_line(run, tmp_path: Path, monkeypatch: pytest.Monke
     assert outcome.code == 2, outcome.out
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
+    if "--updates" not in options:  # nothing is left behind that would be in the way of the next try
+        assert not (tmp_path / "out").exists()
 
 
 def test_folders_in_use_and_damaged_checkpoints_are_refused(run, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def one(job: tuple[str, str, bool | str, str]) -> dict[str, Any]:
         "family": family, "run": Path(run).name, "guard": guard is not False, "sample": sample, "status": result.status,
         "td_ratio": held.td_ratio, "td_ratio_constant": held.td_ratio_constant, "tdc": held.tdc,
         "explained_variance": held.explained_variance,
-        "grew": bool(result.td_error[-1] > result.initial_td_error) if len(result.td_error) else True,
+        "layers": len(result.model.td_error_),
     }  # fmt: skip
 
 

@@ -59,11 +59,13 @@ def pretrain(
     with _processes(device) as where:
         first = Share.current().rank == 0
         if first:
-            _prepare(folder, config, resume)
+            _check_folder(folder, config, resume)
         if dist.is_initialized():
             dist.barrier()
         checkpoint = Checkpoint.read(folder, config) if resume else None
-        training = Training(config, device=where, checkpoint=checkpoint)
+        training = Training(config, device=where, checkpoint=checkpoint)  # tasks that cannot be had leave no folder behind
+        if first:
+            _write_config(folder, config)
         with _interruption() as interrupted, _events(folder, training.step if checkpoint else 0, first) as event:
 
             def keep() -> None:
@@ -112,7 +114,7 @@ def load_transformer(folder: str | Path, *, model: int = 0) -> Transformer:
         raise InputError(str(folder), f"weights of model 'matrices' with a model {model}", reason) from None
 
 
-def _prepare(folder: Path, config: PretrainConfig, resume: bool) -> None:
+def _check_folder(folder: Path, config: PretrainConfig, resume: bool) -> None:
     try:
         if resume and (folder / "config.json").is_file():
             if stored_config(folder) != config:
@@ -120,6 +122,12 @@ def _prepare(folder: Path, config: PretrainConfig, resume: bool) -> None:
             return
         if folder.exists() and any(folder.iterdir()):
             raise InputError(str(folder), "a new or empty folder", "a folder in use", "choose another, or --resume")
+    except OSError as error:
+        raise InputError(str(folder), "a folder that can be written to", error.strerror or str(error)) from None
+
+
+def _write_config(folder: Path, config: PretrainConfig) -> None:
+    try:
         write_text(folder / "config.json", to_json(config.to_config()))
     except OSError as error:
         raise InputError(str(folder), "a folder that can be written to", error.strerror or str(error)) from None

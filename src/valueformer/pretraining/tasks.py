@@ -71,6 +71,11 @@ class TaskDistribution(ABC):
     def walks(self, rngs: Sequence[Generator], walks: int, rows: int, gamma: float) -> Walks:
         """Return one task per generator, ``walks`` times ``rows`` consecutive transitions of each."""
 
+    @property
+    def components(self) -> Sequence[TaskDistribution]:
+        """The distributions that this one mixes."""
+        return [self]
+
 
 @dataclass(frozen=True)
 class ProcessTasks(TaskDistribution):
@@ -166,6 +171,11 @@ class Mixture(TaskDistribution):
 
     parts: tuple[TaskDistribution, ...]
     weights: tuple[float, ...]
+
+    @property
+    def components(self) -> Sequence[TaskDistribution]:
+        """The distributions that this one mixes."""
+        return self.parts
 
     def _pick(self, rng: Generator) -> int:
         return int(np.searchsorted(np.cumsum(self.weights), rng.random() * sum(self.weights), side="right"))

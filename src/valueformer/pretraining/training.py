@@ -20,7 +20,7 @@ from valueformer.pretraining.config import PretrainConfig
 from valueformer.pretraining.emergence import Examination
 from valueformer.pretraining.losses import loss, td_errors
 from valueformer.pretraining.models import KernelTD, MatrixTransformer, linear_td_weights
-from valueformer.pretraining.tasks import Walks, generator, parse
+from valueformer.pretraining.tasks import TaskDistribution, Walks, generator, parse
 
 __all__ = ["Training"]
 
@@ -77,11 +77,18 @@ class Training:
 
     def _learner(self) -> KernelTD | MatrixTransformer:
         c = self.config
+        dims = {self._first_dim(part) for part in (*self.tasks.components, *self.validation.components)}
+        if len(dims) > 1 and (c.model == "matrices" or "metric" in c.train):
+            what = "model 'matrices'" if c.model == "matrices" else "a metric"
+            raise InputError("tasks", f"states of one dimension for {what}", f"{sorted(dims)}", "leave some tasks out")
+        return KernelTD(c, max(dims)) if c.model == "kernel" else MatrixTransformer(c, max(dims))
+
+    def _first_dim(self, part: TaskDistribution) -> int:
+        """Draw a first task, so that what does not fit is said before any work; return its states' dimension."""
+        c, rng = self.config, generator(self.config.seed, _TRAIN, 0)
         if c.model == "kernel":
-            first = self.tasks.draw(generator(c.seed, _TRAIN, 0, 0), c.context_length, c.queries, c.gamma)
-            return KernelTD(c, first.context.obs_dim)
-        walks = self.tasks.walks([generator(c.seed, _TRAIN, 0)], 1, c.context_length + GAP + c.windows, c.gamma)
-        return MatrixTransformer(c, walks.states.shape[-1])
+            return part.draw(rng, c.context_length, c.queries, c.gamma).context.obs_dim
+        return part.walks([rng], 1, c.context_length + GAP + c.windows, c.gamma).states.shape[-1]
 
     def _examination(self) -> Examination | None:
         c = self.config
