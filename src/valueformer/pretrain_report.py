@@ -180,8 +180,9 @@ def _short(head: str) -> str:
 
 def _matrix_panels(result: Mapping[str, Any]) -> Any:
     """Return heat maps of P and Q, averaged over models, each over its largest entry: where TD puts its ones and minus ones."""
-    panels = []
+    rows = []
     for name in ("P", "Q"):
+        panels = []
         sets = np.array(result["trained"][name])  # (sets, c, c)
         for i, matrix in enumerate(sets):
             width = len(matrix)
@@ -196,7 +197,9 @@ def _matrix_panels(result: Mapping[str, Any]) -> Any:
                 x=alt.X("column:N", sort=labels, title=None, axis=alt.Axis(orient="top", labelAngle=0)),
                 y=alt.Y("row:N", sort=labels, title=None),
             )
-            color = alt.Color("value:Q", scale=alt.Scale(domain=[-1, 0, 1], range=[ORANGE, "#f4f4f2", BLUE]), legend=None)
+            color = alt.Color(
+                "value:Q", scale=alt.Scale(domain=[-1, 0, 1], range=[ORANGE, "#f4f4f2", BLUE], interpolate="rgb"), legend=None
+            )
             cells = base.mark_rect().encode(color=color, tooltip=["row:N", "column:N", alt.Tooltip("value:Q", format=".2f")])
             text = base.mark_text(fontSize=9).encode(text=alt.Text("value:Q", format=".1f"))
             layer = "" if len(sets) == 1 else f", layer {i + 1}"
@@ -206,4 +209,5 @@ def _matrix_panels(result: Mapping[str, Any]) -> Any:
                     width=side, height=side, title=heading(f"{name}{layer}, of its largest entry")
                 )
             )
-    return alt.hconcat(*panels, spacing=40)
+        rows.append(alt.hconcat(*panels, spacing=40))
+    return alt.hconcat(*rows, spacing=40) if len(result["trained"]["P"]) == 1 else alt.vconcat(*rows, spacing=20)

@@ -258,7 +258,10 @@ def _result(training: Training) -> dict[str, Any]:
             "metric": frozen.metric,
         }
     else:
-        result["trained"] = {name: m.mean(0) for name, m in _matrices(model).items()}
+        matrices = _matrices(model)
+        # (P, Q) and (-P, -Q) are one linear layer: of each pair, show the one whose P adds to the TD error's channel
+        sign = np.where(matrices["P"][..., -1:, -1:] < 0, -1.0, 1.0) if model.activation == "linear" else 1.0
+        result["trained"] = {name: (sign * m).mean(0) for name, m in matrices.items()}
         if history and SIMILARITIES[0] in history[-1]:
             result["similarities"] = {name: _interval(history[-1][name]) for name in SIMILARITIES}
             result["td_step"] = _interval(training.td_step.tolist())
