@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
-from scipy import stats
 
 from valueformer.errors import InputError
 from valueformer.files import write_atomically, write_text
@@ -270,6 +269,8 @@ def _result(training: Training) -> dict[str, Any]:
 
 def _interval(values: list[float]) -> dict[str, Any]:
     """Return the mean over models with Student's 95 % interval."""
+    from scipy import stats  # two seconds to import, for one number at the end
+
     n, mean = len(values), float(np.mean(values))
     half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n)) if n > 1 else None
     bounds = {"lower": None, "upper": None} if half is None else {"lower": mean - half, "upper": mean + half}
