@@ -59,12 +59,14 @@ def pretrain(
         first = Share.current().rank == 0
         if first:
             _check_folder(folder, config, resume)
-        if dist.is_initialized():
-            dist.barrier()
+        elif dist.is_initialized():
+            dist.barrier()  # the first process collects what is missing, the others find it
         checkpoint = Checkpoint.read(folder, config) if resume else None
         training = Training(config, device=where, checkpoint=checkpoint)  # tasks that cannot be had leave no folder behind
         if first:
             _write_config(folder, config)
+            if dist.is_initialized():
+                dist.barrier()
         with _interruption() as interrupted, _events(folder, training.step if checkpoint else 0, first) as event:
 
             def keep() -> None:
