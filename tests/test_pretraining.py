@@ -32,7 +32,7 @@ from valueformer.pretraining.losses import loss
 from valueformer.pretraining.models import KernelTD, MatrixTransformer, linear_td_weights
 from valueformer.pretraining.recipes import RECIPES
 from valueformer.pretraining.tasks import LogTasks, generator, parse
-from valueformer.pretraining.training import Training
+from valueformer.pretraining.training import Share, Training
 from valueformer.solvers import StepSchedule
 
 SMALL = PretrainConfig(
@@ -435,6 +435,23 @@ def test_kills_never_leave_an_unreadable_checkpoint_and_lose_no_more_than_since_
         assert all(torch.equal(p, checkpoint.tensors[f"model.{name}"]) for name, p in straight.learner.state_dict().items())
 
 
+@pytest.mark.parametrize("config", [SMALL, MATRICES], ids=["kernel", "matrices"])
+def test_shares_of_a_batch_add_up_to_its_loss_and_gradient(config: PretrainConfig) -> None:
+    config = dataclasses.replace(config, dtype="float64")
+
+    def gradients(share: Share) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        training = Training(config)
+        training.share = share
+        losses = training._losses(training._batch(3))
+        return losses.detach(), list(torch.autograd.grad(losses.sum(), list(training.learner.parameters())))
+
+    whole, parts = gradients(Share()), [gradients(Share(rank, 3)) for rank in range(3)]
+    assert torch.allclose(sum(part[0] for part in parts), whole[0], rtol=1e-12)  # pyright: ignore[reportArgumentType]
+    for i, gradient in enumerate(whole[1]):
+        assert torch.allclose(torch.stack([part[1][i] for part in parts]).sum(0), gradient, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.skipif(not FULL, reason="three processes: make test-full")
 def test_processes_that_share_batches_compute_the_loss_of_one(tmp_path: Path) -> None:
     (tmp_path / "shares.py").write_text(_RUN)
     configs = {

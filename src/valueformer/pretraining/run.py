@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import io
 import json
@@ -55,39 +56,39 @@ def pretrain(
     ``out/result.json`` holds. Raises InputError for a folder in use, or tasks that cannot be had.
     """
     folder = Path(out)
-    with _processes(device) as where:
-        first = Share.current().rank == 0
-        if first:
-            _check_folder(folder, config, resume)
-        elif dist.is_initialized():
-            dist.barrier()  # the first process collects what is missing, the others find it
-        checkpoint = Checkpoint.read(folder, config) if resume else None
-        training = Training(config, device=where, checkpoint=checkpoint)  # tasks that cannot be had leave no folder behind
-        if first:
-            _write_config(folder, config)
-            if dist.is_initialized():
-                dist.barrier()
-        with _interruption() as interrupted, _events(folder, training.step if checkpoint else 0, first) as event:
-
-            def keep() -> None:
-                if first:
-                    training.checkpoint().write(folder, config)
-                    _write_log(folder, training.history)
-
-            def after(step: int) -> None:
-                progress(step, config.updates, training.history[-1] if training.history else {})
-                if interrupted():
-                    keep()
-                    raise KeyboardInterrupt
-
-            training.run(on_step=after, on_row=event, on_checkpoint=keep)
-        result = _result(training)
-        if first:
-            _write_log(folder, training.history)
-            _save_weights(training.chosen(), folder / "weights")
-            write_text(folder / "result.json", to_json(result))
+    where = _join(device)
+    first = Share.current().rank == 0
+    if first:
+        _check_folder(folder, config, resume)
+    elif dist.is_initialized():
+        dist.barrier()  # the first process collects what is missing, the others find it
+    checkpoint = Checkpoint.read(folder, config) if resume else None
+    training = Training(config, device=where, checkpoint=checkpoint)  # tasks that cannot be had leave no folder behind
+    if first:
+        _write_config(folder, config)
         if dist.is_initialized():
             dist.barrier()
+    with _interruption() as interrupted, _events(folder, training.step if checkpoint else 0, first) as event:
+
+        def keep() -> None:
+            if first:
+                training.checkpoint().write(folder, config)
+                _write_log(folder, training.history)
+
+        def after(step: int) -> None:
+            progress(step, config.updates, training.history[-1] if training.history else {})
+            if interrupted():
+                keep()
+                raise KeyboardInterrupt
+
+        training.run(on_step=after, on_row=event, on_checkpoint=keep)
+    result = _result(training)
+    if first:
+        _write_log(folder, training.history)
+        _save_weights(training.chosen(), folder / "weights")
+        write_text(folder / "result.json", to_json(result))
+    if dist.is_initialized():
+        dist.barrier()
     return json.loads(to_json(result))
 
 
@@ -134,28 +135,23 @@ def _write_config(folder: Path, config: PretrainConfig) -> None:
         raise InputError(str(folder), "a folder that can be written to", error.strerror or str(error)) from None
 
 
-@contextmanager
-def _processes(device: str) -> Iterator[str]:
-    """Join the processes that torchrun started, if it did; yield the device of this one."""
+def _join(device: str) -> str:
+    """Join the processes that torchrun started, if it did and this one has not yet; return its device."""
     cuda = torch.cuda.is_available()
     where = ("cuda" if cuda else "cpu") if device == "auto" else device
+    if where == "cuda":
+        where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            "--device", "'auto' or a torch device of this machine", repr(device), str(error).splitlines()[0]
-        ) from None
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield where
-        return
-    if where == "cuda":
-        where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        reason = str(error).splitlines()[0]
+        raise InputError("--device", "'auto' or a torch device of this machine", repr(device), reason) from None
+    if where.startswith("cuda"):
         torch.cuda.set_device(where)
-    dist.init_process_group("nccl" if where.startswith("cuda") else "gloo")
-    try:
-        yield where
-    finally:
-        dist.destroy_process_group()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if where.startswith("cuda") else "gloo")
+        atexit.register(dist.destroy_process_group)  # not after each run: a group that is joined twice may hang
+    return where
 
 
 @contextmanager
