@@ -160,7 +160,7 @@ def test_heads_run_one_after_the_other_where_memory_is_short(monkeypatch: pytest
 def test_the_default_model_is_in_the_package_and_never_changes() -> None:
     assert bundled() == ["default", "fast", "metaworld-pick-place"]
     before = {name: bundled_heads(name) for name in bundled()}
-    assert [len(h) for h in before.values()] == [6, 2]
+    assert [len(h) for h in before.values()] == [6, 2, 1]
     data = several()
     model = vf.ValueFormer.from_pretrained("default", gamma=0.9)
     plain = cast(vf.ValueFormer, clone(model)).fit(data)
@@ -169,7 +169,7 @@ def test_the_default_model_is_in_the_package_and_never_changes() -> None:
     np.testing.assert_array_equal(plain.predict(QUERIES), vf.ValueFormer(gamma=0.9).fit(data).predict(QUERIES))
     assert json.dumps([h.to_config() for h in cast(Any, plain.kernel)]) == parameters
     assert plain.heads_ == bundled_heads("default") == before["default"]
-    with pytest.raises(vf.InputError, match="model: expected default, fast or a folder"):
+    with pytest.raises(vf.InputError, match="model: expected default, fast, metaworld-pick-place or a folder"):
         vf.ValueFormer.from_pretrained("nonesuch")
 
 
