@@ -138,11 +138,9 @@ def test_the_windows_loss_is_wang_s_by_direct_loops(activation: str) -> None:
     walks = parse(("mrp:boyan",)).walks([generator(0, i) for i in range(2)], 1, 12 + GAP + 8, 0.9)
     batch = WindowBatch.of(walks, 0, 12, 8, torch.float64)
     if activation == "literal":  # the same stack with tokens and attention matrices
-        d = 4
-        states, following, rewards = batch.contexts.split([d, d, 1], dim=-1)
         zero = torch.zeros_like(batch.queries[:, :1])
         asked = torch.stack([torch.cat([batch.queries, zero], 1), torch.cat([zero, batch.successors], 1)], dim=2)
-        values = model.transformer()(FeaturePrompt.of(states, following, rewards[..., 0], asked)).query_values
+        values = model.transformer()(FeaturePrompt.of(batch.contexts, asked)).query_values
         v, v_next = values[:, :-1, 0], values[:, 1:, 1]
     else:
         v, v_next = model.values(batch)

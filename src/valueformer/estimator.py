@@ -15,6 +15,7 @@ from typing_extensions import Self
 from valueformer import kernels
 from valueformer.errors import InputError
 from valueformer.features import ScalerKind
+from valueformer.fitting import reward_unit
 from valueformer.heads import Head, Mix, with_scaler
 from valueformer.incontext import InContextModel
 from valueformer.kernels import Kernel
@@ -171,11 +172,10 @@ class ValueFormer(InContextModel):
         self.gamma_, self.ridge_, self.layout_ = float(self.gamma), float(self.ridge), self.layout
         kinds: list[ScalerKind] = list(dict.fromkeys(head.scaler for head in self.heads_))
         self.scalers_ = {kind: self._fit_scaler(kind, data) for kind in kinds}
-        # A power of two: dividing by it is exact, so values scale exactly with rewards, and squares cannot overflow.
         largest = float(np.abs(data.rewards).max())
         if largest > LARGEST_REWARD:
             raise InputError("rewards", f"magnitudes up to {LARGEST_REWARD:g}", f"{largest:g}", "rescale the rewards")
-        self.reward_unit_ = float(2.0 ** np.floor(np.log2(largest or 1.0)))
+        self.reward_unit_ = reward_unit(data.rewards)
         level = self.initial_level
         if not isinstance(level, str) and not abs(float(level) / self.reward_unit_) <= LARGEST_REWARD:
             raise InputError("initial_level", "a level within 1e150 times the rewards", str(self.initial_level))

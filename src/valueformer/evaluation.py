@@ -183,7 +183,7 @@ def _config(model: ValueFormer) -> dict[str, Any]:
     parameters = model.get_params(deep=False)
     parameters["kernel"] = [head.to_config() for head in model.heads_]
     if isinstance(steps := model.step_size, StepSchedule):
-        parameters["step_size"] = {"unit": steps.unit, "factors": steps.rows()[..., 0].tolist()}
+        parameters["step_size"] = {"unit": steps.unit, "factors": steps.rows().tolist()}
     versions = {"valueformer": __version__, "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"scikit-learn": sklearn.__version__, "python": platform.python_version()}
     return {"parameters": parameters, "versions": versions}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
@@ -33,16 +34,13 @@ class FeaturePrompt:
     @classmethod
     def of(
         cls,
-        states: Float[Tensor, "*batch n d"],
-        discounted_next: Float[Tensor, "*batch n d"],
-        rewards: Float[Tensor, "*batch n"],
+        context: Float[Tensor, "*batch n c"],
         queries: Float[Tensor, "*batch m d"],
         weight: Float[Tensor, "*batch n"] | None = None,
     ) -> FeaturePrompt:
-        """Build tokens; ``discounted_next``: gamma d s', zero where s is terminal; ``weight`` None: all alike."""
-        context = torch.cat([states, discounted_next, rewards[..., None]], dim=-1)  # (..., n, c)
+        """Build tokens; ``context``: rows ``[s; gamma d s'; r]``, gamma d 0 at a terminal; ``weight`` None: all alike."""
         asked = torch.cat([queries, torch.zeros_like(queries), torch.zeros_like(queries[..., :1])], dim=-1)  # (..., m, c)
-        share = torch.ones_like(rewards) if weight is None else weight
+        share = torch.ones_like(context[..., 0]) if weight is None else weight
         return cls(torch.cat([context, asked], dim=-2), queries.shape[-2], share / share.sum(-1, keepdim=True))
 
     @classmethod
@@ -51,9 +49,9 @@ class FeaturePrompt:
     ) -> FeaturePrompt:
         """Build the tokens of a log and of queries ``(m, d)``."""
         discounted = data.discount(gamma)[:, None] * data.next_observations
+        context = np.column_stack([data.observations, discounted, data.rewards])  # (n, c)
         weight = None if data.sample_weight is None else torch.tensor(data.sample_weight, dtype=dtype)
-        arrays = (data.observations, discounted, data.rewards, queries)
-        return cls.of(*(torch.tensor(x, dtype=dtype) for x in arrays), weight=weight)
+        return cls.of(torch.tensor(context, dtype=dtype), torch.tensor(queries, dtype=dtype), weight)
 
     @property
     def obs_dim(self) -> int:

@@ -18,7 +18,7 @@ from valueformer.solvers import Context, Path, StepSchedule, StepSize, fixed_poi
 from valueformer.solvers.context import matrix_bytes, memory
 from valueformer.transitions import Transitions
 
-__all__ = ["Columns", "Pass", "Problem", "scaled", "scaled_states"]
+__all__ = ["Columns", "Pass", "Problem", "reward_unit", "scaled", "scaled_states"]
 
 Vector = NDArray[np.float64]
 _SHARE = 0.25  # of the memory, for kernel matrices of heads that run side by side; beyond it, one after the other
@@ -123,6 +123,11 @@ class Pass:
         trace = self.path.trace.double().cpu().numpy()  # (l, h, n)
         td = np.einsum("lhn,h->ln", trace, weights[:-1]) + weights[-1] * start
         return np.sum(share * np.square(start)), np.square(td) @ share
+
+
+def reward_unit(rewards: NDArray[Any]) -> float:
+    """Return the power of two at or below the largest reward: values scale exactly with rewards, and squares stay finite."""
+    return float(2.0 ** np.floor(np.log2(float(np.abs(rewards).max()) or 1.0)))
 
 
 def scaled(data: Transitions, scaler: Scaler, stationary: bool, dtype: np.dtype[Any]) -> Transitions:

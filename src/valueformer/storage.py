@@ -191,7 +191,7 @@ class PersistentModel(BaseEstimator, ABC):
             tensors["metric"] = np.asarray(parameters["metric"], dtype=np.float64)
             parameters["metric"] = "tensor"
         if isinstance(schedule := parameters["step_size"], StepSchedule):
-            tensors["step_sizes"] = schedule.rows()[..., 0].numpy()
+            tensors["step_sizes"] = schedule.rows().numpy()
             parameters["step_size"] = {"unit": schedule.unit}
         elif not isinstance(parameters["step_size"], (str, int, float)):
             tensors["step_sizes"] = np.asarray(parameters["step_size"], dtype=np.float64)

@@ -40,9 +40,10 @@ def run(models: int, chains: int, *, progress: Callable[[int, int], None] | None
         rates.append(models * chains / (time.perf_counter() - start))
         if progress:
             progress(repeat + 1, _REPEATS + 1)
-    single = dataclasses.replace(config, models=1)
+    single = Training(dataclasses.replace(config, models=1))
+    single._batch(0)  # the walks of all its chains are drawn at once, and are no part of the comparison
     start = time.perf_counter()
-    _one_at_a_time(Training(single), _REFERENCE_CHAINS * per_chain)
+    _one_at_a_time(single, _REFERENCE_CHAINS * per_chain)
     reference = _REFERENCE_CHAINS / (time.perf_counter() - start)
     if progress:
         progress(_REPEATS + 1, _REPEATS + 1)
@@ -60,12 +61,10 @@ def _one_at_a_time(training: Training, updates: int) -> None:
     assert isinstance(model, MatrixTransformer)
     for step in range(updates):
         batch: WindowBatch = training._batch(step)
-        d = batch.queries.shape[-1]
         stack = model.transformer(0)
 
-        def predict(window: int, query: Tensor, batch: WindowBatch = batch, d: int = d, stack: Any = stack) -> Tensor:
-            states, following, rewards = batch.contexts[0, window].split([d, d, 1], dim=-1)
-            return stack(FeaturePrompt.of(states, following, rewards[:, 0], query[None])).query_values[0]
+        def predict(window: int, query: Tensor, batch: WindowBatch = batch, stack: Any = stack) -> Tensor:
+            return stack(FeaturePrompt.of(batch.contexts[0, window], query[None])).query_values[0]
 
         targets, total = batch.targets, torch.zeros(())
         for w in range(batch.queries.shape[1]):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from valueformer.cli.shared import Json, print_table, writing
+from valueformer.cli.shared import Json, print_table, with_progress, writing
 from valueformer.errors import InputError
 
 __all__ = ["pretrain"]
@@ -68,8 +68,14 @@ def pretrain(
     }  # fmt: skip
     asked = _config(out, recipe, config, resume, {name: value for name, value in given.items() if value is not None})
     first = os.environ.get("RANK", "0") == "0"
+
+    def work(report: Any) -> Any:
+        return run(asked, out, resume=resume, device=device, progress=lambda done, total, row: report(done, total, _note(row)))
+
     result = writing(
-        f"--out {out}", "a folder that can be written to", lambda: _with_bar(asked, first, run, out, resume, device)
+        f"--out {out}",
+        "a folder that can be written to",
+        lambda: with_progress("pretraining", work) if first else work(lambda *_: None),
     )
     if not first:
         return
@@ -110,25 +116,7 @@ def _heads(name: str) -> Any:
     return bundled_heads(name) if name in bundled() else (Head(kernels.by_name(name)),)
 
 
-def _with_bar(asked: Any, first: bool, run: Any, out: Path, resume: bool, device: str) -> Any:
-    """Run under a progress bar with the loss and the held-out TDc, on stderr where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("pretraining"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not (first and console.is_terminal)) as bar:
-        task = bar.add_task("", total=asked.updates)
-
-        def report(done: int, total: int, row: Any) -> None:
-            shown = [
-                f"{what} {row[name]:.3g}"
-                for what, name in (("loss", "loss"), ("TDc", "held_out_tdc"))
-                if row.get(name) is not None
-            ]
-            bar.update(task, completed=done, description=", ".join(shown))
-
-        return run(asked, out, resume=resume, device=device, progress=report)
+def _note(row: dict[str, Any]) -> str:
+    """Return the loss and the held-out TDc of a row of the log, for the progress bar."""
+    figures = (("loss", row.get("loss")), ("TDc", row.get("held_out_tdc")))
+    return ", ".join(f"{what} {value:.3g}" for what, value in figures if value is not None)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -99,13 +99,16 @@ def check_out(folder: Path, names: tuple[str, ...]) -> None:
         raise InputError(where, "files of this name or none", f"a folder {taken[0]}", "choose another folder")
 
 
-def with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Run ``work(report)`` under a progress bar on stderr, where that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def with_progress(label: str, work: Callable[[Callable[..., None]], Any]) -> Any:
+    """Run ``work(report)`` under a progress bar on stderr, where that is a terminal; ``report(done, total, note="")``."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=None)
-        return work(lambda done, total: bar.update(task, completed=done, total=total))
+        task = bar.add_task(label, total=None, note="")
+        return work(lambda done, total, note="": bar.update(task, completed=done, total=total, note=note))
 
 
 def print_table(title: str, rows: list[tuple[str, str]]) -> None:

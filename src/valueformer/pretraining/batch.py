@@ -11,12 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from valueformer.features import ScalerKind, fit_scaler
-from valueformer.fitting import Columns, scaled_states
+from valueformer.fitting import Columns, reward_unit, scaled_states
 from valueformer.heads import Head
 from valueformer.metrics import best_constant
 from valueformer.mixing import FOLDS, fold_of_rows
-from valueformer.pretraining.tasks import Task, Walks
-from valueformer.transitions import Transitions
+from valueformer.pretraining.tasks import Task, Walks, successors
 
 __all__ = ["KernelBatch", "Targets", "WindowBatch"]
 
@@ -61,8 +60,8 @@ class KernelBatch:
             parts: list[list[Tensor]] = [[], [], []]
             for task in tasks:
                 scaler = fit_scaler(kind, task.context.observations)
-                asked = np.concatenate([task.queries.observations, _successors(task.queries)])
-                for part, states in zip(parts, (task.context.observations, _successors(task.context), asked), strict=True):
+                asked = np.concatenate([task.queries.observations, successors(task.queries)])
+                for part, states in zip(parts, (task.context.observations, successors(task.context), asked), strict=True):
                     own = scaled_states(states, scaler, stationary, number)
                     part.append(torch.tensor(np.pad(own, ((0, 0), (0, width - own.shape[1])))))
             views[kind] = (torch.stack(parts[0]), torch.stack(parts[1]), torch.stack(parts[2]))
@@ -104,7 +103,7 @@ class _TaskColumns:
 def _columns(task: Task, gamma: float, mixes: bool) -> _TaskColumns:
     """Return the columns of :meth:`ValueFormer.fit`, in the same units; a fold that does not exist is the whole context."""
     data = task.context
-    unit = float(2.0 ** np.floor(np.log2(float(np.abs(data.rewards).max()) or 1.0)))
+    unit = reward_unit(data.rewards)
     rewards, discount = data.rewards.astype(np.float64) / unit, data.discount(gamma)
     fold = fold_of_rows(data.episode_index)
     weights = np.ones((1 + FOLDS * mixes, len(data)))
@@ -120,11 +119,6 @@ def _constant(rewards: np.ndarray, discount: np.ndarray) -> float:
     """Return the mean squared TD error of the best constant; where that is exact, something to divide by."""
     error = float(np.mean(np.square(rewards - (1.0 - discount) * best_constant(rewards, discount))))
     return max(error, 1e-6 * float(np.mean(np.square(rewards)))) or 1.0
-
-
-def _successors(data: Transitions) -> np.ndarray:
-    """Return next states; a terminal one, which nobody reads, is the state itself."""
-    return np.where(data.terminated[:, None], data.observations, data.next_observations)
 
 
 GAP = 1  # states between a window's last successor and its query, as in Wang et al.'s public code

@@ -226,10 +226,7 @@ class MatrixTransformer(nn.Module):
         """Return V at points, from each context."""
         if self.activation == "linear":
             return (points @ self.weights(second_moments(contexts))[..., None])[..., 0]
-        d = points.shape[-1]
-        states, following, rewards = contexts.split([d, d, 1], dim=-1)
-        prompt = FeaturePrompt.of(states, following, rewards[..., 0], points)
-        return self.transformer()(prompt).query_values
+        return self.transformer()(FeaturePrompt.of(contexts, points)).query_values
 
     def weights(self, moments: Float[Tensor, "s w c c"]) -> Float[Tensor, "s w d"]:
         """Return the weights w of ``V(s) = <w, s>`` that linear attention computes from contexts' second moments alone.

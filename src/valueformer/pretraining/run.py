@@ -11,7 +11,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from valueformer.errors import InputError
 from valueformer.files import write_atomically, write_text
-from valueformer.pretraining.checkpoints import FILE, Checkpoint
+from valueformer.pretraining.checkpoints import Checkpoint
 from valueformer.pretraining.config import PretrainConfig
 from valueformer.pretraining.models import KernelTD, MatrixTransformer, matrix_stack
 from valueformer.pretraining.training import Row, Share, Training
@@ -33,9 +33,8 @@ from valueformer.results import plain, to_json
 from valueformer.transformer import Transformer
 from valueformer.version import __version__
 
-__all__ = ["FILES", "load_transformer", "pretrain", "stored_config"]
+__all__ = ["load_transformer", "pretrain", "stored_config"]
 
-FILES = ("config.json", "log.csv", "result.json", "pretrain.png", "pretrain.html", FILE)
 SIMILARITIES = ("value_difference", "implicit_weight_similarity", "sensitivity_similarity")
 _COLUMNS = ("step", "loss", "held_out_tdc", "skipped", *SIMILARITIES)
 Progress = Callable[[int, int, Row], None]
@@ -82,14 +81,15 @@ def pretrain(
                 raise KeyboardInterrupt
 
         training.run(on_step=after, on_row=event, on_checkpoint=keep)
-    result = _result(training)
+    model = training.chosen()
+    result = _result(training, model)
     if first:
         _write_log(folder, training.history)
-        _save_weights(training.chosen(), folder / "weights")
+        _save_weights(model, folder / "weights")
         write_text(folder / "result.json", to_json(result))
     if dist.is_initialized():
         dist.barrier()
-    return json.loads(to_json(result))
+    return result
 
 
 def stored_config(folder: Path) -> PretrainConfig:
@@ -173,12 +173,10 @@ def _events(folder: Path, start: int, first: bool) -> Iterator[Callable[[Row], N
     """Write TensorBoard events where that package is installed; rows after the checkpoint gone back to are purged."""
     writer: Any = None
     if first:
-        try:
+        with suppress(ImportError):  # the CSV holds the same figures
             from torch.utils.tensorboard.writer import SummaryWriter
 
             writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
-        except ImportError:
-            pass  # the CSV holds the same figures
 
     def event(row: Row) -> None:
         if writer is None:
@@ -201,9 +199,7 @@ def _write_log(folder: Path, history: list[Row]) -> None:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(names)
     for row in history:
-        table.writerow(
-            ["" if row[name] is None else float(np.mean(row[name])) if name != "step" else row[name] for name in names]
-        )
+        table.writerow([row["step"], *("" if row[name] is None else float(np.mean(row[name])) for name in names[1:])])
     write_text(folder / "log.csv", text.getvalue())
 
 
@@ -225,7 +221,7 @@ def _matrices(model: MatrixTransformer) -> dict[str, NDArray[Any]]:
     return {name: np.ascontiguousarray(matrix.cpu().numpy()) for name, matrix in stacked.items()}  # (models, sets, c, c)
 
 
-def _result(training: Training) -> dict[str, Any]:
+def _result(training: Training, model: KernelTD | MatrixTransformer) -> dict[str, Any]:
     config, history = training.config, training.history
     tasks = training.step * (config.tasks_per_update if config.model == "kernel" else config.models / config.updates_per_task)
     result: dict[str, Any] = {
@@ -241,7 +237,6 @@ def _result(training: Training) -> dict[str, Any]:
         "versions": {"valueformer": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "threads": torch.get_num_threads(),
     }
-    model = training.chosen()
     if isinstance(model, KernelTD):
         frozen = model.frozen()
         step: Any = frozen.step_size

@@ -21,7 +21,7 @@ from valueformer.errors import InputError
 from valueformer.mrp import FiniteMRP, RewardProcess, sample_with_states
 from valueformer.transitions import Transitions, concatenate
 
-__all__ = ["LogTasks", "Mixture", "ProcessTasks", "Task", "TaskDistribution", "Walks", "generator", "parse"]
+__all__ = ["LogTasks", "Mixture", "ProcessTasks", "Task", "TaskDistribution", "Walks", "generator", "parse", "successors"]
 
 _KNOWN = 0.05
 Array = NDArray[Any]
@@ -187,16 +187,14 @@ class Mixture(TaskDistribution):
     def walks(self, rngs: Sequence[Generator], walks: int, rows: int, gamma: float) -> Walks:
         """Return tasks of the distributions, in the order of the generators."""
         chosen = np.array([self._pick(rng) for rng in rngs])
-        fields: dict[str, list[Any]] = {name: [None] * len(rngs) for name in Walks.__dataclass_fields__}
-        for k in np.unique(chosen):
-            own = np.flatnonzero(chosen == k)
-            drawn = self.parts[int(k)].walks([rngs[int(i)] for i in own], walks, rows, gamma)
-            for name, column in fields.items():
-                for i, value in zip(own, getattr(drawn, name), strict=True):
-                    column[int(i)] = value
-        if len({value.shape for value in fields["states"]}) > 1:
-            raise InputError("tasks", "states of one dimension for model 'matrices'", "several", "leave some tasks out")
-        return Walks(**{name: np.stack(column) for name, column in fields.items()})
+        tasks: list[list[Array]] = [[]] * len(rngs)
+        for k in np.unique(chosen).tolist():
+            own = np.flatnonzero(chosen == k).tolist()
+            drawn = self.parts[k].walks([rngs[i] for i in own], walks, rows, gamma)
+            columns = [getattr(drawn, name) for name in Walks.__dataclass_fields__]
+            for position, i in enumerate(own):
+                tasks[i] = [column[position] for column in columns]
+        return _stacked(tasks)
 
 
 def _returns(data: Transitions, gamma: float) -> Array:
@@ -205,9 +203,13 @@ def _returns(data: Transitions, gamma: float) -> Array:
     return np.where(returns.remaining <= _KNOWN, returns.values, np.nan)
 
 
+def successors(data: Transitions) -> Array:
+    """Return next states ``(n, d)``; a terminal one, which nobody reads, is the state itself."""
+    return np.where(data.terminated[:, None], data.observations, data.next_observations)
+
+
 def _columns(data: Transitions, gamma: float, values: Array, returns: Array) -> list[Array]:
-    successors = np.where(data.terminated[:, None], data.observations, data.next_observations)
-    return [data.observations, successors, data.rewards, data.discount(gamma), values, returns]
+    return [data.observations, successors(data), data.rewards, data.discount(gamma), values, returns]
 
 
 def _stacked(tasks: Sequence[list[Array]]) -> Walks:

@@ -158,18 +158,15 @@ class Training:
     def _per_model(self, x: Tensor) -> Tensor:
         return x.reshape(self.config.models, -1) if self.config.model == "matrices" else x.reshape(1, -1)
 
-    def _apply(self, owned: list[Tensor], finite: Tensor) -> None:
+    def _apply(self, owned: list[Any], finite: Tensor) -> None:
         """Step the models whose gradient is finite; the others, and their optimiser's memory, stay as they are."""
-        all_finite = bool(finite.all())
-        kept = [] if all_finite else [(p, p.detach().clone(), self._memory(p)) for p in owned]
+        kept = [] if bool(finite.all()) else [(p, p.detach().clone(), self._memory(p)) for p in owned]
         clip = self.config.clip_norm
-        with torch.no_grad():
-            norm = torch.stack([self._per_model(p.grad).square().sum(-1) for p in owned if p.grad is not None]).sum(0).sqrt()
-            scale = torch.where(norm > clip, clip / norm, 1.0) if clip else torch.ones_like(norm)
-            for p in owned:
-                if p.grad is not None:
-                    own = torch.where(finite, scale, 0.0).reshape(-1, *[1] * (p.ndim - 1)) if len(finite) > 1 else scale
-                    p.grad = torch.nan_to_num(p.grad, 0.0, 0.0, 0.0) * own.to(p.grad)
+        norm = torch.stack([self._per_model(p.grad).square().sum(-1) for p in owned]).sum(0).sqrt()  # (models,)
+        scale = torch.where(norm > clip, clip / norm, 1.0) if clip else torch.ones_like(norm)
+        for p in owned:
+            own = self._per_model(p.grad)
+            p.grad = torch.where(finite[:, None], own * scale.to(own)[:, None], 0.0).reshape(p.shape)
         self.optimiser.step()
         with torch.no_grad():
             for p, before, memory in kept:
@@ -311,20 +308,14 @@ class Training:
         return self.learner
 
 
-def _to(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device."""
-    if device.type == "cpu":
-        return batch
-    return _moved(batch, device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
+def _to(value: Any, device: torch.device) -> Any:
+    """Return a batch, or a part of one, on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {k: _moved(v, device) for k, v in value.items()}
+        return {k: _to(v, device) for k, v in value.items()}
     if isinstance(value, tuple):
-        return tuple(_moved(v, device) for v in value)
+        return tuple(_to(v, device) for v in value)
     if hasattr(value, "__dataclass_fields__"):
-        return type(value)(**{name: _moved(getattr(value, name), device) for name in value.__dataclass_fields__})
+        return type(value)(**{name: _to(getattr(value, name), device) for name in value.__dataclass_fields__})
     return value

@@ -231,7 +231,7 @@ def _schedule(
     shape = (len(step_size), step_size.width)
     if num_layers not in ("auto", shape[0]) or shape[1] not in (1, heads):
         raise InputError("step_size", f"{num_layers} rows of 1 or {heads} factors", f"{shape[0]} rows of {shape[1]}")
-    return step_size.unit, step_size.rows().double()
+    return step_size.unit, step_size.rows().double()[..., None]
 
 
 def check_layers(num_layers: Any) -> int:

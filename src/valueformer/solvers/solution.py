@@ -46,14 +46,13 @@ class StepSchedule:
         """Number of heads it is for; 1: any."""
         return len(self.factors[0])
 
-    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the factors ``(L, 1 | h, 1)`` of heads ``start`` to ``stop``."""
-        factors = self.factors if isinstance(self.factors, Tensor) else torch.tensor(self.factors, dtype=torch.float64)
-        return (factors if self.width == 1 else factors[:, start:stop])[..., None]
+    def rows(self) -> Tensor:
+        """Return the factors ``(L, 1 | h)``."""
+        return self.factors if isinstance(self.factors, Tensor) else torch.tensor(self.factors, dtype=torch.float64)
 
     def of_heads(self, start: int, stop: int) -> StepSchedule:
         """Return the schedule of some of the heads."""
-        return StepSchedule(self.unit, self.rows(start, stop)[..., 0])
+        return self if self.width == 1 else StepSchedule(self.unit, self.rows()[:, start:stop])
 
 
 StepSize = float | Sequence[float] | Literal["safe", "fast"] | StepSchedule
